@@ -28,7 +28,7 @@ SPANS = (10**4, 10**5, 10**6, 10**7)
 DENSITIES = (1e-4, 1e-3, 3e-3, 1e-2, 0.03, 0.1, 0.2, 0.3, 0.5, 0.8, 0.99)
 CLUSTER = 32
 ROW_BYTES = 4  # of one float32, for what `auto` finds worthwhile
-LEAST_TIMED_ROWS = 1000
+MIN_TIMED_ROWS = 1000
 
 
 class Code(msgspec.Struct):
@@ -140,7 +140,7 @@ def tabulate(sets: Sequence[Drawn]) -> Table:
         bits = [f"{codes[name].bits_per_row:.2f}" for name in CODECS]
         times = [
             f"{codes[name].encode_ns_per_row:.0f}, {codes[name].decode_ns_per_row:.0f}"
-            if drawn.rows >= LEAST_TIMED_ROWS
+            if drawn.rows >= MIN_TIMED_ROWS
             else ""
             for name in ("delta", "blocks")
         ]

@@ -34,7 +34,7 @@ COLD_BYTES = 64 << 20
 """Values of a cold case, except where a million rows have fewer."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-LEAST_FLUSHED_BYTES, MOST_FLUSHED_BYTES = 64 << 20, 1 << 30
+MIN_FLUSHED_BYTES, MAX_FLUSHED_BYTES = 64 << 20, 1 << 30
 
 Call = Callable[[Kernels], Rows]
 
@@ -191,8 +191,8 @@ def read_by(parts: Sequence[Rows]) -> int:
 def flushed_bytes() -> int:
     """Twice the largest cache, within bounds."""
     sizes = [path.read_text().strip() for path in CACHES.glob("index*/size")]
-    largest = max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=LEAST_FLUSHED_BYTES)
-    return min(max(2 * largest, LEAST_FLUSHED_BYTES), MOST_FLUSHED_BYTES)
+    largest = max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=MIN_FLUSHED_BYTES)
+    return min(max(2 * largest, MIN_FLUSHED_BYTES), MAX_FLUSHED_BYTES)
 
 
 def measure(case: Case, ways: Mapping[str, Kernels], flush: Tensor, turns: int) -> Result:

@@ -28,7 +28,7 @@ from zenps.config.sources import load
 from zenps.errors import ConfigError, ZenPSError
 
 SCHEDULER_PORT: Final = 9100
-MOST_HOSTS: Final = 128
+MAX_HOSTS: Final = 128
 
 EXIT_FAILED, EXIT_REFUSED = 1, 2
 
@@ -80,8 +80,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error("expected -- CMD [ARG ...]")
     if shutil.which(command[0]) is None:
         parser.error(f"{command[0]}: expected a program that can be run, such as: python train.py")
-    if options.hosts < 1 or options.servers < 1 or options.hosts + options.servers > MOST_HOSTS:
-        parser.error(f"expected 1 host and server or more, and together {MOST_HOSTS} at most")
+    if options.hosts < 1 or options.servers < 1 or options.hosts + options.servers > MAX_HOSTS:
+        parser.error(f"expected 1 host and server or more, and together {MAX_HOSTS} at most")
     if options.mbit < 0 or options.delay_ms < 0 or options.uplink_mbit < 0:
         parser.error("expected --mbit, --uplink-mbit and --delay-ms of 0 or more")
     if not 1 <= options.racks <= options.hosts or (options.uplink_mbit and options.racks == 1):

@@ -171,9 +171,9 @@ struct Range {
     int64 begin, end;
 };
 
-// The chunks of the next level that a block goes on with, which has just done the cells `done` of a level of
-// `cells`: those, each of `width` cells of this level, of which no other block has any left to do.
-// ended[chunk], a zero at first, counts the cells of a chunk that several blocks share. Called by one thread.
+// After a block has done the cells `done` of a level of `cells`: the chunks of the next level that it goes on
+// with. A chunk consists of `width` cells of this level. If several blocks share a chunk, the block that ends
+// last goes on with it: ended[chunk], initially zero, counts the cells done. Called by one thread.
 __device__ inline Range chunks_completed(Range done, int64 cells, int64 width, uint32* ended) {
     const auto completes = [&](int64 chunk) {
         const int64 begin = chunk * width, end = min_of(begin + width, cells);

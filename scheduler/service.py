@@ -55,7 +55,7 @@ logger = logging.getLogger("zenps.scheduler")
 
 TICK_SECONDS = 0.1
 
-MOST_AT_ONCE = 8192
+MAX_AT_ONCE = 8192
 """How many messages are taken before time may pass. libzmq takes messages from all connections in turn, so
 these include one of each node of the largest job that has sent any. However long this process was held up, it
 hears all nodes before it looks at leases."""
@@ -64,7 +64,7 @@ FAREWELL_SECONDS = 2.0
 """How long the scheduler stays after workers that did not end together. Their launcher asks which worker left
 first when their processes have ended, which takes a while."""
 
-MOST_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
+MAX_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
 """How much a connection may send without completing a message. No valid message is near it."""
 
 
@@ -127,7 +127,7 @@ class _Service:
         self._socket, address = bind_router(ctx, host, port, MAX_ENVELOPE_BYTES, keys)
         warn_if_open(keys, address)
         self.address = address.removeprefix("tcp://")
-        self._connections = Connections(self._socket, MOST_UNFINISHED_BYTES)
+        self._connections = Connections(self._socket, MAX_UNFINISHED_BYTES)
         self._authenticator.watch(self._connections)
         # Send also small messages without a copy: a copied message has no tracker that says when it is sent.
         self._socket.copy_threshold = 0
@@ -221,7 +221,7 @@ class _Service:
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def _receive(self) -> None:
-        for _ in range(MOST_AT_ONCE):
+        for _ in range(MAX_AT_ONCE):
             if not self._socket.poll(0):
                 return
             descriptor, frames = receive_routed(self._socket)

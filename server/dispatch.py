@@ -63,8 +63,8 @@ class Dispatcher:
         self._workers = workers
         self._rounds = rounds
         self._shared_memory = shared_memory
-        most_bytes, backend = config.cluster.max_message_bytes, config.kernels.backend
-        self._reducers = make_reducers(shared_memory, most_bytes, backend, kernel_threads(config))
+        max_bytes, backend = config.cluster.max_message_bytes, config.kernels.backend
+        self._reducers = make_reducers(shared_memory, max_bytes, backend, kernel_threads(config))
         self._replies = replies
         self._metrics = counters
         self._trace = trace

@@ -11,10 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zenps.config.settings import Config
-from zenps.config.sizes import MOST_UNREAD_PART, message_bytes
+from zenps.config.sizes import MAX_UNREAD_PART, message_bytes
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES
 
-# Of the byte budget, what unread pushes may take; if two messages of each worker take less.
+# Unread pushes may take one part in this many of the byte budget, or two messages of each worker if these are
+# larger.
 UNREAD_PART = 4
 
 
@@ -22,9 +23,9 @@ class ReceiveQueue(NamedTuple):
     """Limits of a server.
 
     Attributes:
-        max_messages: of one worker, unread.
-        unread_bytes: what the unread pushes of all workers may take.
-        rounds_bytes: the byte budget without that.
+        max_messages: how many messages of one worker may lie unread.
+        unread_bytes: the part of the byte budget for the unread pushes of all workers.
+        rounds_bytes: the rest of the byte budget, for rounds.
     """
 
     max_messages: int
@@ -40,7 +41,7 @@ def size_receive_queue(config: Config) -> ReceiveQueue:
     fitting = budget_bytes // UNREAD_PART // messages_bytes - 1
     max_messages = min(max(fitting, 1), MAX_UNREAD_MESSAGES)
     unread_bytes = (max_messages + 1) * messages_bytes
-    assert unread_bytes <= budget_bytes // MOST_UNREAD_PART, (
+    assert unread_bytes <= budget_bytes // MAX_UNREAD_PART, (
         "the size of chunks allows two messages of each worker"
     )
     return ReceiveQueue(max_messages, unread_bytes, budget_bytes - unread_bytes)

@@ -40,13 +40,13 @@ class SendQueue:
 
     Args:
         socket: a ROUTER with ``ROUTER_MANDATORY``.
-        most_bytes: the limit for one peer, of frames that are sent by reference. Frames that are copied are
+        max_bytes: the limit for one peer, of frames that are sent by reference. Frames that are copied are
             small, and are bounded by the number of messages.
     """
 
-    def __init__(self, socket: Socket, most_bytes: int) -> None:
+    def __init__(self, socket: Socket, max_bytes: int) -> None:
         self._socket = socket
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._queues: defaultdict[bytes, _Queue] = defaultdict(_Queue)
 
     def send(self, peer: bytes, envelope: bytes, frames: Sequence[memoryview]) -> None:
@@ -59,10 +59,10 @@ class SendQueue:
         queue = self._queues[peer]
         if queue.frames:
             queue.drop_sent()
-            if queue.size_bytes > self._most_bytes:
+            if queue.size_bytes > self._max_bytes:
                 raise StalledError(
                     f"it has not taken {queue.size_bytes} bytes that it was sent, at most "
-                    f"{self._most_bytes} may wait"
+                    f"{self._max_bytes} may wait"
                 )
         parts: list[bytes | memoryview] = [peer, envelope, *frames]
         last = parts.pop()

@@ -26,18 +26,19 @@ _SIGNALLED = 128
 
 
 class Prefix:
-    """A prefix of tensor names that no other object of this process has in the same world.
+    """A prefix of tensor names, unique among the objects of this process in one world.
 
-    Prefixes are numbered from 0 in each world, because other ranks may have joined no other. An object that
-    goes on from an earlier world keeps its number, as ranks do that never left, unless another object has
-    taken it. A prefix that is made by itself takes its number when it is first used.
+    Numbers begin at 0 in each world, so that ranks that have joined an earlier world use the same names as
+    ranks that have not. An object that outlives a world keeps its number in the next one, as it does on ranks
+    that never left, unless another object has taken that number. A prefix that is constructed directly takes
+    its number at its first use.
     """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._number: int | None = None
         self._taken: set[int] | None = None
-        """The numbers of the world in which it has its own."""
+        """All taken numbers of the world in which this prefix has taken its number."""
 
     def take(self, taken: set[int]) -> None:
         """Takes a number in the world that has given these."""
@@ -48,7 +49,7 @@ class Prefix:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it has its number in the present world: it was made or used there."""
+        """True if this prefix has taken its number in the present world."""
         return self._taken is PROCESS.numbers(self._kind)
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class Process:
         self._scheduler = ""
         """That of the last cluster that this process has joined."""
         self._numbers: defaultdict[str, set[int]] = defaultdict(set)
-        """Of the prefixes in this world, by kind; before a process joins, of those to come."""
+        """The taken numbers of prefixes, by kind: in this world, or in the next one if there is none."""
         self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property

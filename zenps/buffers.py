@@ -33,7 +33,7 @@ class BufferPool:
     """Leases CPU memory that returns to the pool by itself. May be used from any thread.
 
     Args:
-        keep_bytes: at most so much unused memory is kept. Blocks of the sizes that were leased least recently
+        keep_bytes: at most so much unused memory is kept. Blocks of the sizes that were used least recently
             make room for others: a model's shapes may change, and some are only used once.
         allocate: makes a block of the given number of bytes; by default from ordinary memory.
         smallest_bytes: smaller requests are served from ordinary memory, not from the pool.
@@ -52,9 +52,9 @@ class BufferPool:
         self._step_bits = sizes_per_doubling.bit_length()
         self._allocate = allocate or _ordinary_block
         self._free: dict[int, deque[NDArray[np.uint8]]] = {}
-        self._leases = count()
-        self._last_lease: dict[int, int] = {}
-        """By size of a block, the number of the last lease."""
+        self._uses = count()
+        self._last_use: dict[int, int] = {}
+        """By size of a block, the number of its last use."""
 
     def __repr__(self) -> str:
         return f"BufferPool(kept_bytes={self.kept_bytes}, keep_bytes={self.keep_bytes})"
@@ -70,29 +70,29 @@ class BufferPool:
         wanted_bytes = math.prod(shape) * dtype.itemsize
         if wanted_bytes < self._smallest_bytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        return self.lease(wanted_bytes).view(dtype).view(shape)
+        return self.allocate(wanted_bytes).view(dtype).view(shape)
 
     def array(self, count: int, dtype: np.dtype[Item]) -> NDArray[Item]:
         """An uninitialised array ``[count]``. For small arrays, torch alone would cost more."""
         wanted_bytes = count * dtype.itemsize
         if wanted_bytes < self._smallest_bytes:
             return np.empty(count, dtype=dtype)
-        return self.lease(wanted_bytes).numpy().view(dtype)
+        return self.allocate(wanted_bytes).numpy().view(dtype)
 
-    def lease(self, wanted_bytes: int) -> torch.Tensor:
+    def allocate(self, wanted_bytes: int) -> torch.Tensor:
         """An uninitialised uint8 tensor ``[wanted_bytes]``, at least 1, in memory of the pool."""
         run_finalizers()
         size = _size_class(wanted_bytes, self._step_bits)
-        self._last_lease[size] = next(self._leases)
+        self._last_use[size] = next(self._uses)
         block = self._pop(size)
         if block is None:
             block = self._allocate(size)
-        # torch keeps `lease` alive as long as the storage lives. So `lease` ends with the last tensor, NumPy
+        # torch keeps `allocation` alive as long as the storage lives. So it ends with the last tensor, NumPy
         # array or ZeroMQ frame on this memory. NumPy would not keep it: the base of a view of a view is the
         # first array.
-        lease = block[:]
-        call_after(lease, self._give_back, block)
-        return torch.from_numpy(lease)[:wanted_bytes]
+        allocation = block[:]
+        call_after(allocation, self._give_back, block)
+        return torch.from_numpy(allocation)[:wanted_bytes]
 
     def close(self) -> None:
         """Drops unused memory, and from now on also what is given back. May be called again."""
@@ -109,7 +109,7 @@ class BufferPool:
         return sum(size * len(blocks) for size, blocks in list(self._free.items()))
 
     def _give_back(self, block: NDArray[np.uint8]) -> None:
-        # Any thread may run it, also within `lease`. So it takes no lock; operations on a deque are atomic.
+        # Any thread may run it, also within `allocate`. It takes no lock: operations on a deque are atomic.
         if block.size > self.keep_bytes:
             return
         while self._kept_bytes() + block.size > self.keep_bytes:
@@ -118,12 +118,12 @@ class BufferPool:
         self._free.setdefault(block.size, deque()).append(block)
 
     def _drop_older_than(self, size: int) -> bool:
-        """Drops a block of the size that was leased least recently; returns False if that is ``size``."""
+        """Drops a block of the size that was used least recently; returns False if that is ``size``."""
         sizes = [each for each, blocks in list(self._free.items()) if blocks]
-        oldest = min([*sizes, size], key=self._last_lease.__getitem__)
+        oldest = min([*sizes, size], key=self._last_use.__getitem__)
         if oldest == size:
             return False
-        with contextlib.suppress(IndexError):  # another thread has just leased it
+        with contextlib.suppress(IndexError):  # another thread has just taken it
             self._free[oldest].pop()
         return True
 

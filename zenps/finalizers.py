@@ -1,9 +1,9 @@
-"""Finalizers: calls that follow the end of an object, made where their exceptions are not lost.
+"""Finalizers: callbacks for dropped objects, run later, at a point where their exceptions are not lost.
 
-Python drops an exception that is raised while a finalizer runs ("Exception ignored in …"). A signal
-handler may run there, too, so a Ctrl-C that comes meanwhile would be lost. A script drops results
-anywhere. So the end of an object runs no Python code here: it is only noted, and the calls follow when
-memory is needed next.
+Python drops an exception that is raised while a finalizer runs ("Exception ignored in …"). A signal handler
+may run there, too, so a Ctrl-C at that moment would be lost. A script may drop a result anywhere. So
+dropping an object runs no Python code here: it only queues the finalizer. Queued finalizers run when memory
+is needed next.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ended: deque[_End] = deque()
 
 
 def call_after(dropped: object, function: Callable[..., object], *args: object) -> None:
-    """Lets :func:`run_finalizers` call ``function(*args)`` once nobody refers to ``dropped`` any more.
+    """Lets :func:`run_finalizers` call ``function(*args)`` once the last reference to ``dropped`` is gone.
 
-    What still lives at the interpreter's exit calls nothing.
+    Finalizers of objects that are alive at the interpreter's exit do not run.
     """
     end = _End(dropped, _ended.append)
     end.function, end.args = function, args
@@ -38,7 +38,7 @@ def call_after(dropped: object, function: Callable[..., object], *args: object) 
 
 
 def run_finalizers() -> None:
-    """Calls what follows the ends of objects until now, on this thread. Any thread may do so at any time."""
+    """Runs the finalizers of all objects dropped so far, on this thread. Any thread may call it."""
     while _ended:
         try:
             end = _ended.popleft()

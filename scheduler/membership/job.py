@@ -194,7 +194,7 @@ class Job:
         self.recovery.generation, self.generation = self.generation, 0
 
     def on_returned(self, now: float) -> list[Send]:
-        """A node has registered during the recovery, which may be all that it waited for."""
+        """A node has registered during the recovery. It may be the last one that the recovery waited for."""
         new = Counter(node.role for node in self.recovery.new_nodes())
         is_whole_set = new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers
         if is_whole_set and not self.recovery.has_returned("worker"):

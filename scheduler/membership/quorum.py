@@ -1,7 +1,8 @@
-"""Quorum of the members of a view: at most one of two schedulers of a job has one, and continues the job.
+"""Quorum, against split brain: of two schedulers of one job, at most one has a quorum and continues the job.
 
-A scheduler may be cut off from a part of its nodes, and another be started that these reach. Each takes the
-nodes of the other for lost. If both continued, two halves of the job would train on apart.
+A network partition may cut a scheduler off from some of its nodes, and another scheduler may be started that
+those nodes reach. Each scheduler then takes the other's nodes for lost. If both continued, two halves of the
+job would train separately.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
 class Quorum:
     """Whether this scheduler may continue with the members that it has.
 
-    It counts them by a *base*, the members of a view: whoever restarts the scheduler for a quorum of them
-    learns of every later view. So a newer view is the base only once so many have it that this is true again.
+    A quorum is counted by the members of one view, the *base*. Any quorum of the base knows the newest view,
+    so that a scheduler that is restarted with such a quorum recovers that view. So a newer view becomes the
+    base only once enough members of the old base have it.
 
     Args:
         members: the table of nodes.
@@ -88,7 +90,11 @@ class Quorum:
             self._base, self._is_ours = self._newest, True
 
     def _suffices(self, part: Collection[Member]) -> bool:
-        """A scheduler needs a quorum of another's base. Of its own, the rest must not be one."""
+        """Returns whether the members ``part`` are enough to continue.
+
+        They must be a quorum of the base if another scheduler has made it. If this scheduler has made it, it
+        is enough that the other members are no quorum.
+        """
         here = self._base.intersection(part)
         if self._is_ours:
             return not is_quorum(self._base - here, self._base)

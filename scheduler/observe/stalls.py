@@ -12,10 +12,10 @@ from typing import Final, NamedTuple
 
 from zenps.errors import listing
 
-MOST_SHOWN: Final = 16
+MAX_SHOWN: Final = 16
 """At most so many ranks of a line, lines of a text, and series of the metric."""
 
-MOST_CHARACTERS: Final = 8192
+MAX_CHARACTERS: Final = 8192
 """Of a text. A tensor's name may have a thousand."""
 
 LOOK_SECONDS: Final = 1.0
@@ -63,8 +63,8 @@ class Stalls:
             wait = self._waits.get(rank)
             by_wait.setdefault(wait.waits_for if wait else "", []).append(rank)
         parts = [f"{_named(ranks)}: {waits_for or 'nothing'}" for waits_for, ranks in by_wait.items()]
-        more = [f"{len(parts) - MOST_SHOWN} other waits"] if len(parts) > MOST_SHOWN else []
-        return "; ".join(parts[:MOST_SHOWN] + more)[:MOST_CHARACTERS]
+        more = [f"{len(parts) - MAX_SHOWN} other waits"] if len(parts) > MAX_SHOWN else []
+        return "; ".join(parts[:MAX_SHOWN] + more)[:MAX_CHARACTERS]
 
     def newly_named(self, ranks: Sequence[int], now: float) -> str:
         """Looks for stalls. Returns a log message if one has to be named now, or else an empty string."""
@@ -81,9 +81,9 @@ class Stalls:
     def _stalled(self, ranks: Iterable[int], now: float) -> Sequence[Wait]:
         waits = [wait for rank in ranks if (wait := self._waits.get(rank)) is not None]
         stalled = [wait for wait in waits if wait.waits_for and now - wait.since >= self._limit_seconds]
-        return sorted(stalled, key=lambda wait: wait.since)[:MOST_SHOWN]
+        return sorted(stalled, key=lambda wait: wait.since)[:MAX_SHOWN]
 
 
 def _named(ranks: Sequence[int]) -> str:
-    more = f" and {len(ranks) - MOST_SHOWN} more" if len(ranks) > MOST_SHOWN else ""
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listing(ranks[:MOST_SHOWN])}{more}"
+    more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {listing(ranks[:MAX_SHOWN])}{more}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from zenps.observe.lateness import MOST_RANKS, Lateness, stragglers
+from zenps.observe.lateness import MAX_RANKS, Lateness, stragglers
 
 WINDOW_SECONDS: Final = 30.0
 """Stragglers are named at most once per window, for their lateness within it."""
@@ -58,7 +58,7 @@ class Stragglers:
         total: dict[int, float] = {}
         for first, late in self._reports.values():
             # A full first report leaves out ranks that were at most as late as the least in it.
-            unreported = min(first.values()) if len(first) == MOST_RANKS else 0.0
+            unreported = min(first.values()) if len(first) == MAX_RANKS else 0.0
             for rank, seconds in late.items():
                 total[rank] = max(total.get(rank, 0.0), seconds - first.get(rank, unreported))
         for rank, seconds in self.barriers.seconds.items():

@@ -1,14 +1,14 @@
 """Admission control and backpressure: the byte budget of a server's rounds, and the refused rounds. Pure.
 
-Held pushes, kept outcomes and the history count against the budget. When it is used up, a push that would
-open a round is refused, and the oldest outcomes are forgotten. Pushes for rounds that are open are always
-admitted, so that what is open can finish. If it cannot, because each open round waits for a rank that may
-itself wait for a refused one, a refused round opens that all ranks have pushed, if the budget is not
-exceeded yet.
+Held pushes, kept outcomes and the history count against the budget. When the budget is used up, the oldest
+outcomes are forgotten, and a push that would open a round is refused. Pushes for open rounds are always
+admitted, so that open rounds can finish. They may still deadlock: each open round may lack the push of a rank
+that waits for a refused round. Then the first refused round that all ranks have pushed opens beyond the
+budget, unless the budget is exceeded already.
 
-Recovery rounds have as much again (the allowance): when a server has died, all that is in flight comes at
-once, and others cannot go on before it has ended. Beyond that, each rank has one round open. So the round
-that each waits for first is open, and one after the other all end.
+Recovery rounds may use the same amount once more (the *allowance*): when a server has died, all rounds in
+flight are pushed again at once, and other rounds wait for them. Beyond the allowance, each rank may still
+have one recovery round open. So the round that a rank waits for first is always open, and all rounds end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUND_BYTES = 1024
 WITH_ALLOWANCE = 2
 
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
-MOST_REFUSED = 65536
+MAX_REFUSED = 65536
 
 
 class Admission:
@@ -49,7 +49,7 @@ class Admission:
         self._history = history
         self._refused: OrderedDict[Key, ServerRound] = OrderedDict()
         self._refusals: Counter[int] = Counter()
-        self._refused_again: defaultdict[int, OrderedDict[Key, ServerRound]] = defaultdict(OrderedDict)
+        self._refused_recoveries: defaultdict[int, OrderedDict[Key, ServerRound]] = defaultdict(OrderedDict)
         """The recovery rounds among them, by rank."""
         self._beyond: set[int] = set()
         """The ranks that have a round open beyond the allowance."""
@@ -65,7 +65,7 @@ class Admission:
             round_.advance("ring changed")
         self._refused.clear()
         self._refusals.clear()
-        self._refused_again.clear()
+        self._refused_recoveries.clear()
         self._beyond.clear()
         self.open_bytes = 0
 
@@ -81,20 +81,20 @@ class Admission:
             ranks: how many ranks will push.
             must: the round has to open whether it fits or not.
         """
-        most_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
-        if self.used_bytes <= most_bytes:
+        max_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
+        if self.used_bytes <= max_bytes:
             return True
-        if not must and self.used_bytes - self._history.evictable_bytes > most_bytes:
+        if not must and self.used_bytes - self._history.evictable_bytes > max_bytes:
             return False
-        while self.used_bytes > most_bytes and self._history.evictable:
+        while self.used_bytes > max_bytes and self._history.evictable:
             self._history.forget_oldest()
         return True
 
-    def make_room_again(self, round_: ServerRound, rank: int, push_bytes: int, ranks: int) -> bool:
+    def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int, ranks: int) -> bool:
         """True if a recovery round that ``rank`` pushes may open; it forgets old outcomes for that."""
         size_bytes = _estimate_bytes(push_bytes, ranks)
-        least_bytes = self.used_bytes - self._history.evictable_bytes
-        is_beyond = least_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
+        min_bytes = self.used_bytes - self._history.evictable_bytes
+        is_beyond = min_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
         if is_beyond and rank in self._beyond:
             return False
         while self.used_bytes > self.budget_bytes - size_bytes and self._history.evictable:
@@ -110,12 +110,12 @@ class Admission:
         Empty if they fit. A round opens whatever its size if no other is open; one of single messages, which
         the budget bounds, is never as large.
         """
-        most_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
-        if held.whole_bytes <= most_bytes:
+        max_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
+        if held.whole_bytes <= max_bytes:
             return ""
         return (
             f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
-            f"{most_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
+            f"{max_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
             "fewer rows at first"
         )
 
@@ -173,11 +173,11 @@ class Admission:
             return None
         return next((round_ for round_ in self._refused.values() if round_.refused.keys() >= ranks), None)
 
-    def first_refused_again(self, ranks: int) -> ServerRound | None:
+    def first_refused_recovery(self, ranks: int) -> ServerRound | None:
         """A recovery round that may open now: the first of a rank that has room for it."""
-        for rank, rounds in self._refused_again.items():
+        for rank, rounds in self._refused_recoveries.items():
             for round_ in rounds.values():
-                if self.make_room_again(round_, rank, round_.most_refused_bytes, ranks):
+                if self.make_room_for_recovery(round_, rank, round_.most_refused_bytes, ranks):
                     return round_
                 break
         return None
@@ -195,15 +195,15 @@ class Admission:
         """
         rank = held.push.rank
         if rank not in round_.refused:
-            if self._refusals[rank] == MOST_REFUSED:
-                reason = f"rank {rank} has {MOST_REFUSED} refused rounds and asks for another"
+            if self._refusals[rank] == MAX_REFUSED:
+                reason = f"rank {rank} has {MAX_REFUSED} refused rounds and asks for another"
                 raise ProtocolError("unexpected", reason)
             self._refusals[rank] += 1
         round_.advance("push over the budget")
         round_.refused[rank] = RefusedPush(held.peer, held.whole_bytes)
         self._refused[round_.key] = round_
         if round_.is_recovery:
-            self._refused_again[rank][round_.key] = round_
+            self._refused_recoveries[rank][round_.key] = round_
 
     def admit(self, round_: ServerRound) -> Sequence[bytes]:
         """The round opens. Returns the peers whose pushes were refused before."""
@@ -212,7 +212,7 @@ class Admission:
     def _withdraw(self, round_: ServerRound) -> list[bytes]:
         del self._refused[round_.key]
         self._refusals.subtract(round_.refused.keys())
-        for rounds in self._refused_again.values():
+        for rounds in self._refused_recoveries.values():
             rounds.pop(round_.key, None)
         peers = [push.peer for push in round_.refused.values()]
         round_.refused = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 from typing import Literal
 
-from zenps.config.settings import MOST_NAMES
+from zenps.config.settings import MAX_NAMES
 from zenps.errors import ProtocolError
 
 from .states import Key, ServerRound
@@ -24,7 +24,7 @@ RANK_BYTES = 192
 FORGOTTEN_BYTES = 256
 
 # No job has as many chunks; a rank that makes up chunks, and waits until they fail, could.
-MOST_FORGOTTEN = 1 << 20
+MAX_FORGOTTEN = 1 << 20
 
 _NEVER = (-1, 0)
 
@@ -89,8 +89,8 @@ class History:
         """
         newest = self._newest.get(tensor)
         if newest is None:
-            if len(self._newest) >= MOST_NAMES:
-                raise ProtocolError("unexpected", f"another tensor name, expected {MOST_NAMES} at most")
+            if len(self._newest) >= MAX_NAMES:
+                raise ProtocolError("unexpected", f"another tensor name, expected {MAX_NAMES} at most")
             newest = self._newest[tensor] = {}
             self.size_bytes += NAME_BYTES + sys.getsizeof(tensor)
         last = newest.get(rank)
@@ -147,7 +147,7 @@ class History:
         """Forgets the outcome that was kept longest, to make room."""
         round_ = next(iter(self._evictable.values()))
         self._drop(round_, "over the budget")
-        if len(self._forgotten) == MOST_FORGOTTEN:
+        if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
         self._forgotten[round_.key.series] = round_.key.step, round_.excluded
         self.size_bytes += _size_bytes(round_.excluded)

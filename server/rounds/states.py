@@ -76,7 +76,7 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 # A question may be lost, or may come before the view that it belongs to. So it is repeated, at intervals that
 # grow: a rank that computes for long would find all the repetitions waiting for it.
 ASK_SECONDS = 0.5
-MOST_ASK_SECONDS = 16.0
+MAX_ASK_SECONDS = 16.0
 
 
 class Key(NamedTuple):

@@ -20,7 +20,7 @@ from ..reducers.base import Outcome
 from .admission import Admission
 from .history import History
 from .states import (
-    MOST_ASK_SECONDS,
+    MAX_ASK_SECONDS,
     Action,
     FailedRound,
     FailEvent,
@@ -34,11 +34,11 @@ from .states import (
     replies_of,
 )
 
-# How long a round is open that is reduced again: ranks answer a question every 5 s. A push that was only late
-# asks for what all have forgotten; a rank that does lack the reply pushes again.
+# How long a reopened round waits for the other ranks, which answer ``wanted`` every 5 s. If its push was only
+# a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
-# How long a round is open that nobody has pushed since there is room for it. Ranks that have given it up say
-# so when they are asked to push again; this is for what got lost. A rank that pushes later opens it again.
+# How long a resumed round waits for its first push. A rank that has given the round up answers ``resume`` by
+# ``give-up``; this limit is for lost messages. A later push opens the round again.
 RESUMED_SECONDS = 15.0
 
 Actions = list[Action]
@@ -183,10 +183,10 @@ class ServerRounds:
     def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
         """Opens a round, or refuses it because there is no room.
 
-        Others wait for recovery rounds, and cannot push what would follow them: those pushed again under a
-        new ring, and those whose outcome is forgotten although this rank lacks its reply. They have an
-        allowance. A round must also open if no other is pushed: rounds that have room, and that nobody has
-        pushed yet, may have been given up.
+        Recovery rounds have an allowance, because other ranks wait for them before they push anything else.
+        These are rounds pushed again under a new ring, and rounds whose outcome was forgotten although this
+        rank lacks its reply. A round also opens if no open round has a push: open rounds without any push may
+        have been given up.
         """
         excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
@@ -195,7 +195,7 @@ class ServerRounds:
         round_.excluded = excluded or frozenset()
         ranks = len(self._peers)
         if round_.is_recovery:
-            fits = self._admission.make_room_again(round_, held.push.rank, held.whole_bytes, ranks)
+            fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes, ranks)
         else:
             fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
         if not fits:
@@ -217,7 +217,7 @@ class ServerRounds:
     def _readmit(self, now: float) -> Actions:
         """Opens refused rounds that fit now: recovery rounds before others, and then the oldest first."""
         actions: Actions = []
-        while (round_ := self._admission.first_refused_again(len(self._peers))) is not None:
+        while (round_ := self._admission.first_refused_recovery(len(self._peers))) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
             must = not self._open
@@ -268,7 +268,7 @@ class ServerRounds:
         cannot be reduced without that rank: others would have another result.
         """
         if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
-            reason = f"rank {min(lost)} was lost after a server had been, within one round of both"
+            reason = f"a server and then rank {min(lost)} were lost within one round"
             if round_.is_reopened:
                 reason = (
                     f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
@@ -353,7 +353,7 @@ class ServerRounds:
         return Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
 
     def _given_up(self, key: Key, ranks: Iterable[int]) -> Failure:
-        """The answer where some ranks push this chunk no more, or never: others wait for it in vain."""
+        """The failure of a round for which some ranks will never push this chunk."""
         given_up = f"rank(s) {listing(sorted(ranks))} ended this step without this chunk"
         return self._failure(key, "mismatch", f"ranks disagree: {given_up}; see what failed there")
 
@@ -387,7 +387,7 @@ class ServerRounds:
         for key, round_ in self._open.items():
             if round_.is_recovery and now >= round_.ask_at:
                 round_.ask_at = now + round_.ask_seconds
-                round_.ask_seconds = min(2 * round_.ask_seconds, MOST_ASK_SECONDS)
+                round_.ask_seconds = min(2 * round_.ask_seconds, MAX_ASK_SECONDS)
                 absent = sorted(self._peers.keys() - round_.ranks)
                 actions.append(Reply([self._peers[rank] for rank in absent], Wanted(self._epoch, *key)))
         return actions

@@ -14,7 +14,7 @@ from zenps.codecs.registry import CODECS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Of fewer rows, the last byte that is filled up is too much.
-LEAST_ROWS = 100
+MIN_ROWS = 100
 
 
 def measured(output: Path, *options: str) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def test_delta_is_within_a_tenth_of_the_entropy(kept: list[dict[str, Any]]) -> N
     compared = [
         drawn
         for drawn in kept
-        if not drawn["clustered"] and drawn["rows"] >= LEAST_ROWS and drawn["density"] <= 0.5
+        if not drawn["clustered"] and drawn["rows"] >= MIN_ROWS and drawn["density"] <= 0.5
     ]
     assert {drawn["span"] for drawn in compared} == {10**4, 10**5, 10**6, 10**7}
     assert min(drawn["density"] for drawn in compared) == 1e-4

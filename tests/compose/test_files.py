@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.server.memory_limit import most_server_bytes
-from zenps.config.settings import MOST_WORKERS
+from zenps.config.settings import MAX_WORKERS
 from zenps.config.sources import load
 
 ROOT = Path(__file__).parents[2]
@@ -96,7 +96,7 @@ def test_the_base_image_is_pinned_and_the_same_for_compose() -> None:
     assert cluster()["scheduler"]["build"]["args"]["BASE_IMAGE"] == f"${{BASE_IMAGE:-{default_base_image()}}}"
 
 
-@pytest.mark.parametrize("workers", [1, 2, 64, MOST_WORKERS])
+@pytest.mark.parametrize("workers", [1, 2, 64, MAX_WORKERS])
 def test_servers_have_the_memory_that_their_budget_needs(workers: int) -> None:
     server = cluster()["server"]
     environment = server["environment"] | {"ZENPS_CLUSTER_WORKERS": str(workers)}

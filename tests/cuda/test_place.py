@@ -96,7 +96,7 @@ def test_a_position_of_no_row_is_reported(position: int) -> None:
 def test_a_block_goes_on_where_there_are_more_rows_than_threads(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "MOST_BLOCKS", 2)
+    monkeypatch.setattr(place, "MAX_BLOCKS", 2)
     layout = layout_of("balanced", 10_000, 1, [0, 1])
     device_layout, rows = device_layout_on(layout, CPU), torch.randint(0, 10_000, (count,))
     cleared = torch.ones(count + 3, dtype=torch.int64)

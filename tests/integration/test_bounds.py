@@ -31,7 +31,7 @@ from zenps.wire.messages import Push
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.scheduler_messages import StatusRequest
 from zenps.wire.sockets import context
-from zenps.worker.rounds.tracker import MOST_REPETITIONS
+from zenps.worker.rounds.tracker import MAX_REPETITIONS
 from zenps.worker.transport import channel
 from zenps.worker.transport import server_sockets as servers
 
@@ -118,7 +118,7 @@ def test_a_push_that_is_damaged_every_time_ends_with_an_error_that_says_so() -> 
         (raised,) = cluster.run(push_damaged)
     assert isinstance(raised, Raised)
     assert raised.kind == "ProtocolError"
-    assert f"repeated {MOST_REPETITIONS} times and damaged on its way again" in raised.text
+    assert f"repeated {MAX_REPETITIONS} times and damaged on its way again" in raised.text
     assert "server 0 (host" in raised.text
 
 

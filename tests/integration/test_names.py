@@ -8,16 +8,16 @@ import zenps as zps
 from tests.integration.cluster import Cluster, Raised, attempt
 from zenps.worker.core import steps
 
-MOST_NAMES = 2000
+MAX_NAMES = 2000
 
 
 def make_up_names() -> tuple[object, float]:
     """What comes of one name too many, and the sum of the first name's second round."""
-    steps.MOST_NAMES = MOST_NAMES  # type: ignore[attr-defined]
+    steps.MAX_NAMES = MAX_NAMES  # type: ignore[attr-defined]
     one = torch.ones(1)
-    handles = [zps.push_pull_async(one, f"loss-{step}", average=False) for step in range(MOST_NAMES)]
+    handles = [zps.push_pull_async(one, f"loss-{step}", average=False) for step in range(MAX_NAMES)]
     assert all(handle.wait().item() == zps.size() for handle in handles)
-    refused = attempt(zps.push_pull, one, f"loss-{MOST_NAMES}")
+    refused = attempt(zps.push_pull, one, f"loss-{MAX_NAMES}")
     return refused, zps.push_pull(one, "loss-0", average=False).item()
 
 

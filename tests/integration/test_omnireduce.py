@@ -113,7 +113,7 @@ def test_ranks_that_disagreed_are_in_step_afterwards() -> None:
 
 
 def use_up_names() -> Any:
-    steps.MOST_NAMES = 100  # type: ignore[attr-defined]
+    steps.MAX_NAMES = 100  # type: ignore[attr-defined]
     for _ in range(2):
         zps.push_pull(tensor_of(zps.rank(), 0), "t")
     too_long = attempt(zps.push_pull, torch.ones(3), "n" * 1022)

@@ -21,7 +21,7 @@ from zenps.observe.timeline import merge
 TENSORS = ("table", "large", "small")
 SKEW_SECONDS = 3600
 LEASE_SECONDS = 1.0
-LEAST_STEPS = 3
+MIN_STEPS = 3
 
 Events = list[dict[str, Any]]
 
@@ -127,7 +127,7 @@ def test_every_tensor_has_its_spans_in_every_step(
         events = outcome.of(role, name=f"{kind} {tensor}", ph=phase)
         assert all(event["args"]["tensor"] == tensor for event in events)
         steps = {event["args"]["step"] for event in events}
-        assert steps >= set(range(LEAST_STEPS)), kind
+        assert steps >= set(range(MIN_STEPS)), kind
         if role == "worker":  # the dead server has taken some along
             assert steps == set(range(max(steps) + 1)), kind
 
@@ -183,14 +183,14 @@ def test_all_are_on_one_clock(outcome: Outcome) -> None:
         assert pushed[key]["worker 1"] < event["ts"] + 2 * error_us
         assert pulled[key]["worker 1"] > event["ts"] + event["dur"] - 2 * error_us
         checked += 1
-    assert checked >= 3 * LEAST_STEPS
+    assert checked >= 3 * MIN_STEPS
 
 
 def test_arrows_have_two_ends(outcome: Outcome) -> None:
     begins = {event["id"]: event for event in outcome.events if event["ph"] == "s"}
     ends = {event["id"]: event for event in outcome.events if event["ph"] == "f"}
     both = begins.keys() & ends.keys()
-    assert len(both) >= LEAST_STEPS * 2 * 2 * 5  # two ways, two workers, and two parts of two tensors and one
+    assert len(both) >= MIN_STEPS * 2 * 2 * 5  # two ways, two workers, and two parts of two tensors and one
     ways = {tuple(outcome.name(at[identity]) for at in (begins, ends)) for identity in both}
     there = {(f"worker {w}", f"server {s}") for w in range(2) for s in range(2)}
     assert ways == there | {(server, worker) for worker, server in there}
@@ -229,4 +229,4 @@ def test_lines_follow_the_members_and_the_steps(outcome: Outcome) -> None:
         (lost,) = [
             line for line in outcome.logs[name] if "server 1" in line["message"] and "lost" in line["message"]
         ]
-        assert lost["step"] >= LEAST_STEPS - 1
+        assert lost["step"] >= MIN_STEPS - 1

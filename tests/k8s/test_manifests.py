@@ -26,7 +26,7 @@ from msgspec import Meta
 from tests.server.memory_limit import most_server_bytes
 from zenps.cli.arguments import make_parser, split_command
 from zenps.cli.exit_codes import FAILED, REFUSED
-from zenps.config.settings import MOST_WORKERS, Config
+from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
 
@@ -283,7 +283,7 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
         expected["data"] = config.cluster.server_port
         limit_bytes = int(own["resources"]["limits"]["memory"].removesuffix("Mi")) << 20
         assert own["resources"]["requests"]["memory"] == own["resources"]["limits"]["memory"]
-        for workers in (1, 2, 64, MOST_WORKERS):
+        for workers in (1, 2, 64, MAX_WORKERS):
             many = msgspec.structs.replace(config.cluster, workers=workers)
             assert most_server_bytes(msgspec.structs.replace(config, cluster=many)) <= limit_bytes
     assert ports == expected

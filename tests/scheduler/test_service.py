@@ -93,7 +93,7 @@ def test_a_tick_knows_how_late_it_is(scheduler: _Service, monkeypatch: pytest.Mo
 def test_ticks_happen_however_many_messages_wait(
     scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MOST_AT_ONCE", 100)
+    monkeypatch.setattr(service, "MAX_AT_ONCE", 100)
     monkeypatch.setattr(service, "TICK_SECONDS", 0.0)
     with pytest.raises(Enough):
         scheduler._run()
@@ -104,7 +104,7 @@ def test_ticks_happen_however_many_messages_wait(
 def test_not_every_message_causes_a_tick(
     scheduler: _Service, waiting: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MOST_AT_ONCE", 1)
+    monkeypatch.setattr(service, "MAX_AT_ONCE", 1)
     monkeypatch.setattr(service, "TICK_SECONDS", 1000.0)
     with pytest.raises(Enough):
         scheduler._run()

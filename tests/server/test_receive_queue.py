@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.dealer import connect_dealer
-from zenps.config.settings import MOST_WORKERS, Config
+from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sizes import message_bytes
 from zenps.server.receive_queue import size_receive_queue
 from zenps.wire.sockets import MAX_UNREAD_MESSAGES, context
@@ -25,7 +25,7 @@ def config_of(workers: int, budget_bytes: int = GIB, chunk_bytes: int = 8 * MIB)
 
 
 @pytest.mark.parametrize("chunk_bytes", [4 * KIB, 64 * KIB, 8 * MIB, 128 * MIB])
-@pytest.mark.parametrize("workers", [1, 2, 3, 8, 15, 16, 17, 32, 64, 1000, MOST_WORKERS])
+@pytest.mark.parametrize("workers", [1, 2, 3, 8, 15, 16, 17, 32, 64, 1000, MAX_WORKERS])
 def test_unread_pushes_and_rounds_fit_the_budget_together(workers: int, chunk_bytes: int) -> None:
     config = config_of(workers, chunk_bytes=chunk_bytes)
     queue = size_receive_queue(config)

@@ -11,7 +11,7 @@ from zenps.server.send_queue import SendQueue, StalledError
 from zenps.wire.sockets import MAX_QUEUED_MESSAGES, Socket, bind_router, context
 
 BIG = memoryview(bytes(1 << 20))
-MOST_BYTES = 4 << 20
+MAX_BYTES = 4 << 20
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def pair() -> Iterator[tuple[SendQueue, Socket]]:
         dealer.setsockopt(zmq.RCVTIMEO, 10_000)
         dealer.send(b"hello")
         router.recv_multipart()
-        yield SendQueue(router, MOST_BYTES), dealer
+        yield SendQueue(router, MAX_BYTES), dealer
         dealer.close(linger=0)
         router.close(linger=0)
 

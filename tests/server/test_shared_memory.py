@@ -122,7 +122,7 @@ def test_few_values_travel(both: Both) -> None:
 
 
 def test_a_sum_in_the_server_s_memory_is_not_copied(both: Both) -> None:
-    total = both.server.pool.lease(len(VALUES)).numpy().data
+    total = both.server.pool.allocate(len(VALUES)).numpy().data
     assert both.server.share(total) is total
     assert both.server.find(PEER, [total]) is not None
 

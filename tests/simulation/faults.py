@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .simulation import Simulation
     from .workers import Worker
 
-MOST_SERVERS = 5
+MAX_SERVERS = 5
 STALLED_WORKER_SECONDS = 3.0
 """A worker that is silent for a lease is lost; a job in the scenario ``steady`` would fail with it."""
 LOSS = 0.2
@@ -156,7 +156,7 @@ class Faults:
         servers = [server for server in simulation.servers if server.is_alive]
         match fault.kind:
             case "start server":
-                if len(servers) >= MOST_SERVERS:
+                if len(servers) >= MAX_SERVERS:
                     return False
                 simulation.start_server()
             case "lose":

@@ -36,7 +36,7 @@ WORKER_KINDS: tuple[Kind, ...] = Kind.__args__[10:]  # type: ignore[attr-defined
 """Not in ``steady``. The last four wait for their moment."""
 KINDS: tuple[Kind, ...] = Kind.__args__[:10]  # type: ignore[attr-defined]
 
-MOST_SECONDS = 25.0
+MAX_SECONDS = 25.0
 """How long a fault lasts at most: more than two leases, so that a stalled server is lost."""
 BUDGETS = (1 << 20, 8 << 10, 1 << 10)
 """The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once. The smallest
@@ -91,7 +91,7 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         # Often together with another.
         at = faults[-1].at if faults and rng.random() < 0.2 else round(60 * rng.random() ** 2, 3)
         kind = rng.choice(WORKER_KINDS if is_worker else KINDS)
-        faults.append(Fault(at, kind, rng.randrange(100), round(rng.random() * MOST_SECONDS, 3)))
+        faults.append(Fault(at, kind, rng.randrange(100), round(rng.random() * MAX_SECONDS, 3)))
     runs_ahead = rng.random() < 0.5
     return Script(
         seed=seed,

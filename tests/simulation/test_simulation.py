@@ -17,8 +17,8 @@ from .run import simulate
 from .script import (
     BUDGETS,
     KINDS,
+    MAX_SECONDS,
     MESSAGE_UNITS,
-    MOST_SECONDS,
     RESHARD_SECONDS,
     WORKER_KINDS,
     Fault,
@@ -28,7 +28,7 @@ from .script import (
 )
 from .simulation import Simulation
 
-MOST_RUNS = 1000
+MAX_RUNS = 1000
 """The number of scripts within which a mistake is found; most are found in the first few."""
 
 
@@ -39,7 +39,7 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         st.floats(0, 60).map(lambda at: round(at, 3)),
         st.sampled_from(KINDS if scenario == "steady" else KINDS + WORKER_KINDS),
         st.integers(0, 99),
-        st.floats(0.1, MOST_SECONDS).map(lambda seconds: round(seconds, 3)),
+        st.floats(0.1, MAX_SECONDS).map(lambda seconds: round(seconds, 3)),
     )
     return st.builds(
         Script,
@@ -443,7 +443,7 @@ def name_of(parts: Parts | Scenario) -> str:
 )
 def test_a_mistake_is_found(scenario: Scenario, parts: Parts) -> None:
     def run() -> None:
-        for seed in range(MOST_RUNS):
+        for seed in range(MAX_RUNS):
             Simulation(random_script(seed, scenario), parts).run()
 
     with pytest.raises(Violation):

@@ -23,7 +23,7 @@ from torch import nn
 import zenps as zps
 from tests.integration.cluster import Cluster, shared_bytes
 
-MOST_GROWTH = 0.05
+MAX_GROWTH = 0.05
 WARM_UP = 0.25
 """The fraction of the samples that is left out at the start."""
 
@@ -64,7 +64,7 @@ class Report(msgspec.Struct):
         found = []
         for name in self.samples:
             warm = self.warm(name)
-            if self.growth(name) > MOST_GROWTH:
+            if self.growth(name) > MAX_GROWTH:
                 found.append(f"{name}: resident memory grew by {self.growth(name):.1%}")
             quarter = max(1, len(warm) // 4)
             for what in ("descriptors", "threads"):

@@ -178,4 +178,4 @@ def test_pooled_memory_is_writable_and_aligned() -> None:
 def test_rows_begin_with_a_cache_line(size_bytes: int) -> None:
     pool = BufferPool(PLENTY)
     for _ in range(2):  # fresh, and used again
-        assert pool.lease(size_bytes).data_ptr() % 64 == 0
+        assert pool.allocate(size_bytes).data_ptr() % 64 == 0

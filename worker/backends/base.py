@@ -1,4 +1,4 @@
-"""Backend contract: a backend reduces requested tensors over all ranks. Also the session it is made of."""
+"""Backend interface: how a worker reduces a tensor over all ranks; and the session that backends share."""
 
 from __future__ import annotations
 

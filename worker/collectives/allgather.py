@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MOST_WORKERS
+from zenps.config.settings import MAX_WORKERS
 
 from ..core.request import Options, Request
 from ..process import PROCESS
@@ -30,7 +30,7 @@ def allgather_int(value: int, name: str, options: Options = Options()) -> dict[i
     """
     world = PROCESS.world
     # In an elastic job, ranks may see different numbers of workers.
-    size = MOST_WORKERS if world.is_elastic else world.size
+    size = MAX_WORKERS if world.is_elastic else world.size
     values = torch.zeros(size, dtype=torch.int64, device="cpu")
     values[world.rank] = value
     values = world.begin(Request(values, name, options)).wait()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MOST_WORKERS
+from zenps.config.settings import MAX_WORKERS
 from zenps.errors import MismatchError, TensorError, UsageError, listing
 
 from ..core.pending import Pending
@@ -173,7 +173,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     world = PROCESS.world
     is_root = world.rank == root_rank
     # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
-    most = MOST_WORKERS if world.is_elastic else world.size
+    most = MAX_WORKERS if world.is_elastic else world.size
     named = root_rank if root_rank in range(most) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError, UsageError
 
-MOST_OBJECT_BYTES: Final = 1 << 31
+MAX_OBJECT_BYTES: Final = 1 << 31
 """The length of a packed object comes over the network and decides how much memory is allocated."""
 
-MOST_REASON: Final = 4096
+MAX_REASON: Final = 4096
 """Characters of the reason why a rank has no object, which travels in place of one."""
 
 
@@ -28,8 +28,8 @@ def pack_object(value: object) -> bytes:
         _check_keys(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"cannot send {type(value).__name__}: {error}; expected plain data") from None
-    if len(data) > MOST_OBJECT_BYTES:
-        raise UsageError(f"an object of {len(data)} bytes: expected at most {MOST_OBJECT_BYTES}; use tensors")
+    if len(data) > MAX_OBJECT_BYTES:
+        raise UsageError(f"an object of {len(data)} bytes: expected at most {MAX_OBJECT_BYTES}; use tensors")
     return data
 
 
@@ -48,7 +48,7 @@ def _check_keys(value: object) -> None:
 
 def pack_reason(error: Exception) -> bytes:
     """Encodes why a rank has no object."""
-    return f"{type(error).__name__}: {error}"[:MOST_REASON].encode(errors="replace")
+    return f"{type(error).__name__}: {error}"[:MAX_REASON].encode(errors="replace")
 
 
 def unpack_object(data: bytes) -> Any:
@@ -70,8 +70,8 @@ def check_size(size: int) -> None:
     Raises:
         ProtocolError: it is longer than any can be.
     """
-    if size > MOST_OBJECT_BYTES:
-        raise ProtocolError("payload", f"an object of {size} bytes, at most {MOST_OBJECT_BYTES} are allowed")
+    if size > MAX_OBJECT_BYTES:
+        raise ProtocolError("payload", f"an object of {size} bytes, at most {MAX_OBJECT_BYTES} are allowed")
 
 
 def as_tensor(data: bytes) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MOST_WORKERS
+from zenps.config.settings import MAX_WORKERS
 from zenps.errors import MismatchError, TensorError, UsageError, ZenPSError, listing
 
 from ..core.pending import Pending
@@ -123,7 +123,7 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
     """
     world, own = PROCESS.world, f"broadcast/{name}/tensor"
     # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
-    most = MOST_WORKERS if world.is_elastic else world.size
+    most = MAX_WORKERS if world.is_elastic else world.size
     try:
         _check(tensor, name)
         if root_rank not in range(most):

@@ -1,9 +1,9 @@
-"""Interrupt masking: Ctrl-C waits until the main thread has finished what must not be done by half.
+"""Interrupt masking: defers SIGINT (Ctrl-C) while the main thread is in a critical section.
 
-Python raises KeyboardInterrupt between any two instructions of the main thread. Between the receipt of an
-answer and its delivery, or within a message of several frames, it would lose the answer, or the message's
-end. Within a mask the handler of SIGINT only notes the signal. The script's own handler runs when the mask
-ends, and wherever the thread blocks for long (:attr:`InterruptMask.lifted`).
+Python raises KeyboardInterrupt between any two instructions of the main thread. Raised between the receipt of
+an answer and its delivery, it would lose the answer; raised within a message of several frames, it would cut
+the message short. Within a mask, the SIGINT handler only records the signal. The script's own handler runs
+when the mask ends, and wherever the thread blocks for long (:attr:`InterruptMask.lifted`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class InterruptMask:
         a mask looks at it now and then, and lifts the mask."""
         self._hold_method = self._hold
         self.lifted = _Lifted(self)
-        """Within this ``with`` block the script's handler is back: for calls that block, where nothing is
-        half done. A signal that was held back is handled at its begin."""
+        """A context in which the script's own handler is installed again: for blocking calls outside of
+        critical sections. A deferred signal is handled when the context is entered."""
 
     def __enter__(self) -> None:
         if get_ident() != _main_thread:

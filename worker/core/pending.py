@@ -130,7 +130,7 @@ class Pending:
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._worked_seconds = 0.0
         self._pulled: Tensor | None = None
-        """What the transfer has finished, until its transforms are undone: Ctrl-C may come in between."""
+        """The transfer's result, kept until its transforms are undone: Ctrl-C may interrupt before that."""
         self._finishing = threading.Lock()
         self._result: Tensor | Exception | None = None
         self._forks = _forks
@@ -158,9 +158,9 @@ class Pending:
     def wait(self) -> Tensor:
         """Waits for the result and returns it, or raises the error of the round. May be called repeatedly.
 
-        A wait that Ctrl-C has interrupted can be repeated. After one in which the handler of another signal
-        has raised while an answer was processed, this raises UsageError: the result is not complete. So it
-        does in a fork of the process that pushed, unless that had the result before.
+        After Ctrl-C, the wait can be repeated. If the handler of another signal raises while an answer is
+        processed, the result is incomplete, and the next wait raises UsageError. A fork of the process that
+        pushed raises UsageError, too, unless the process had the result before it forked.
         """
         if self._result is None and self._forks != _forks:
             self._refuse_fork()

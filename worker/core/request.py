@@ -26,7 +26,7 @@ _SUPPORTED = (*(dtype for dtype in ACCUMULATE if dtype not in NARROW), *NARROW)
 # The turn in a name of :func:`name_in_turn`.
 _TURN = re.compile(r"^([^/]*)\.\d+/")
 
-# Half a character: Python's str may hold one, UTF-8 may not.
+# A lone surrogate: a Python str may contain one, but UTF-8 cannot encode it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Purpose = Literal["gradient", "value", "broadcast", "control"]
@@ -49,8 +49,8 @@ class Options(Struct, frozen=True):
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
     given: str = ""
-    """What ranks must agree about: the caller's tensor, by :func:`describe`, if a scheme has transformed it,
-    perhaps with more that the caller says. Empty: the tensor that is pushed."""
+    """The description that must be equal on all ranks: that of the caller's tensor (:func:`describe`) if a
+    transform has replaced it, and whatever the caller adds. If empty, ranks compare the pushed tensor."""
 
     is_sparsifiable: bool = False
     """True for a gradient that ``sync.sparsifier`` may thin out. It needs ``residuals``."""
@@ -132,7 +132,7 @@ def name_in_turn(prefix: str, turn: int, name: str) -> str:
 
     Args:
         prefix: of the names of one optimizer.
-        turn: of the round; the next but these rounds has the same again.
+        turn: the number of the round, modulo the number of rounds that may be in flight at once.
         name: of the gradient.
     """
     return f"{prefix}.{turn}/{name}"

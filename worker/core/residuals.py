@@ -117,7 +117,7 @@ class Residuals:
             return feedback
 
     def end_step(self) -> None:
-        """Forgets which gradients are in residuals: what is pushed next are others."""
+        """Begins a step: none of its gradients has been added to a residual yet."""
         with self._lock:
             for feedback in self._feedback.values():
                 feedback.added_step = None

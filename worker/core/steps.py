@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from zenps.config.settings import MOST_NAMES
+from zenps.config.settings import MAX_NAMES
 from zenps.errors import UsageError
 from zenps.observe import log
 from zenps.observe.collectors import Tally
@@ -26,7 +26,7 @@ class Steps:
     def __init__(self, counter: Tally) -> None:
         self._counter = counter
         self._latest: dict[str, Progress] = {}
-        """By name, at most :data:`MOST_NAMES`."""
+        """By name, at most :data:`MAX_NAMES`."""
         self._names = 0
         """How many names these tensors take together."""
         self._last_step = -1
@@ -48,10 +48,10 @@ class Steps:
             if previous is not None and not previous.ended:
                 raise in_flight(name)
             taken = previous.names if previous is not None else 0
-            if names > taken and self._names + names - taken > MOST_NAMES:
+            if names > taken and self._names + names - taken > MAX_NAMES:
                 raise UsageError(
                     f"tensor {name!r}: {self._names} different names were used before it, and "
-                    f"{MOST_NAMES} may be; "
+                    f"{MAX_NAMES} may be; "
                     "use one name for a tensor in all steps, without the step's number in it"
                 )
             if names > taken:

@@ -1,4 +1,4 @@
-"""Transfer contract: a transfer encodes one tensor into pushes and decodes the answers."""
+"""Transfer interface: a transfer encodes one tensor into pushes and decodes the answers."""
 
 from __future__ import annotations
 

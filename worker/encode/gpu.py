@@ -168,8 +168,8 @@ class StagedSparse(Staged, OneRound):
         """Sums the rows and encodes their positions.
 
         Returns:
-            uint8 on the device; where in it the values are, the positions relative to chunks, of all rows or
-            of none, and the bitmaps; and where among these each run's bitmap is.
+            uint8 on the device; the slices that hold the values, the positions relative to chunks (of all
+            rows, or of none if bitmaps suffice) and the bitmaps; and each run's slice of the bitmaps.
         """
         launcher, count = self._accelerator.launcher, runs[-1].end
         in_bitmaps = [run for run in runs if run.codec.name == "bitmap"]
@@ -225,7 +225,7 @@ class StagedSparse(Staged, OneRound):
         return rows, offsets.tolist()
 
     def _told(self, words: int) -> Tensor:
-        """Returns memory of the host that kernels write to: int64 ``[words]``, 0."""
+        """Returns zeroed pinned host memory that kernels write their results to: int64 ``[words]``."""
         told = self._accelerator.pinned.empty((words,), torch.int64)
         told.numpy()[:] = 0
         return told
@@ -293,7 +293,7 @@ class StagedSparse(Staged, OneRound):
         if result.codec not in ("coo", "bitmap"):  # no kernel decodes the others
             codec = CODECS["coo"]
             positions = codec.encode(CODECS[result.codec].decode(positions, count, span), span).data
-        expected = (codec.most_bytes(count, span), count * self.encoded.row_bytes)
+        expected = (codec.max_bytes(count, span), count * self.encoded.row_bytes)
         got = (positions.nbytes, frames[1].nbytes)
         if got != expected:
             raise ProtocolError("payload", f"frames of {got} bytes, expected {expected} for {count} rows")

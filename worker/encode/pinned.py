@@ -1,4 +1,4 @@
-"""Pinned memory, which a GPU copies to and from asynchronously; one kind of it servers on this host read."""
+"""Pinned host memory, for asynchronous copies to and from a GPU: private, or shared with local servers."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def shared_pinned_pool(arena: Arena, device: torch.device) -> BufferPool | None:
     """
     pool = arena.make_pool(partial(_registered, device))
     try:
-        pool.lease(1)
+        pool.allocate(1)
     except TensorError as error:
-        logger.warning("what a GPU pushes is copied once more for servers on this host: %s", error)
+        logger.warning("pushes from a GPU need one more copy to reach servers on this host: %s", error)
         return None
     return pool
 
@@ -57,7 +57,7 @@ def _pinned_block(size: int) -> NDArray[np.uint8]:
 
 
 def _registered(device: torch.device, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pins a block, which nobody else has pages of, until nobody refers to the result any more."""
+    """Pins a block until the last reference to the result is dropped. It must share no page with another."""
     address = block.ctypes.data
     if error := _call(device, "cudaHostRegister", address, block.nbytes, PORTABLE):
         raise TensorError(
@@ -65,7 +65,7 @@ def _registered(device: torch.device, block: NDArray[np.uint8]) -> NDArray[np.ui
             'keep fewer tensors in flight, or set cluster.same_host to "tcp"'
         )
     registered = block[:]
-    # It keeps the block until then, whose pages are given back afterwards.
+    # The finalizer holds the block, so its pages are not given back to the system before they are unpinned.
     call_after(registered, _unregister, device, address, block, os.getpid())
     return registered
 
@@ -78,7 +78,7 @@ def _unregister(device: torch.device, address: int, block: NDArray[np.uint8], ow
 
 
 def _call(device: torch.device, function: str, *args: int) -> int:
-    """Calls a function of the CUDA Runtime; returns its error, which nobody else meets then; 0: none.
+    """Calls a function of the CUDA Runtime; returns its error code (0: none), and clears the last error.
 
     On another device than the tensor's, the call would create a context there: half a gigabyte of GPU 0 for
     each rank, because threads start with device 0.
@@ -86,8 +86,8 @@ def _call(device: torch.device, function: str, *args: int) -> int:
     with on_device(device.index):
         error = int(getattr(_runtime(), function)(*args))
         if error:
-            # The runtime keeps the error until it is asked for it, as torch does after each launch. So
-            # torch's next launch raises it, whosever that is.
+            # The runtime keeps its last error until somebody reads it. torch reads it after each launch, so
+            # an unrelated launch would raise it. This launch raises it instead.
             with contextlib.suppress(RuntimeError):
                 torch.ones(1, device=device)
     return error

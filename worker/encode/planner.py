@@ -152,8 +152,8 @@ class Planner:
         if not request.options.is_reduction:
             return None
         tensor = request.tensor
-        sync, most_bytes = self._config.sync, message_bytes(self._config)
-        return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, most_bytes)
+        sync, max_bytes = self._config.sync, message_bytes(self._config)
+        return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, max_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
         """Returns the coder of the tensor's values."""

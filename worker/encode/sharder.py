@@ -117,18 +117,18 @@ class _Ring:
         is_wide = columns > 1 or self._wire.keys == "elements"
         layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
-        most_bytes = self._config.cluster.max_message_bytes // 2
-        if layout.granule * row_bytes > most_bytes:
+        max_bytes = self._config.cluster.max_message_bytes // 2
+        if layout.granule * row_bytes > max_bytes:
             raise TensorError(
                 f"tensor {name!r}: {layout.granule} row(s) of {columns} {dtype}, which stay together, "
-                f"need {layout.granule * row_bytes} bytes; expected at most {most_bytes}, half of "
+                f"need {layout.granule * row_bytes} bytes; expected at most {max_bytes}, half of "
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
         # Cut by the rows that are expected, not by those that the table has: a push into a large table costs
         # as much as into a small one. A chunk with more rows than a message takes travels in fragments.
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
-            chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // most_bytes))
+            chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // max_bytes))
         home, message_rows = self._shard_whole(name).home, max(self._message_bytes // row_bytes, 1)
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
 

@@ -25,9 +25,9 @@ Blocks = NDArray[np.int64]
 
 # Bounds the messages of a tensor in flight, and how finely it is distributed over servers. Each stream takes
 # a name.
-MOST_STREAMS = 64
+MAX_STREAMS = 64
 
-LONGEST_NAME = 1024 - len(f"#{MOST_STREAMS}")
+LONGEST_NAME = 1024 - len(f"#{MAX_STREAMS}")
 """Characters of a tensor's name, so that the names of its streams are not too long."""
 
 
@@ -51,18 +51,18 @@ class Plan(NamedTuple):
         return self.blocks * stream // self.streams, self.blocks * (stream + 1) // self.streams
 
 
-def plan_streams(count: int, item_bytes: int, block: int, fusion: int, most_bytes: int) -> Plan:
+def plan_streams(count: int, item_bytes: int, block: int, fusion: int, max_bytes: int) -> Plan:
     """Divides ``count`` elements into streams.
 
     Args:
         item_bytes: of an element.
         block, fusion: the settings ``sync.block`` and ``sync.fusion``.
-        most_bytes: of the values in a message.
+        max_bytes: of the values in a message.
     """
     block = max(1, min(block, count))
     blocks = -(-count // block)
-    columns = max(1, min(fusion, most_bytes // (block * item_bytes + POSITION_BYTES)))
-    return Plan(block, blocks, max(1, min(MOST_STREAMS, blocks // columns)), columns)
+    columns = max(1, min(fusion, max_bytes // (block * item_bytes + POSITION_BYTES)))
+    return Plan(block, blocks, max(1, min(MAX_STREAMS, blocks // columns)), columns)
 
 
 class Stream:

@@ -17,7 +17,7 @@ from .states import Round, SendGiveUp
 # The message may be lost with a connection, and nothing answers it. So it is repeated, first after this time,
 # then at intervals that double.
 REPEAT_SECONDS = 5.0
-MOST_REPEAT_SECONDS = 160.0
+MAX_REPEAT_SECONDS = 160.0
 
 
 class _GivenUp(Struct, eq=False):
@@ -51,7 +51,7 @@ class GivenUpRounds:
                 actions += _tell(given_up)
                 given_up.repeat_seconds *= 2
                 given_up.repeat_at = now + given_up.repeat_seconds
-        self._rounds = [one for one in self._rounds if one.repeat_seconds < MOST_REPEAT_SECONDS]
+        self._rounds = [one for one in self._rounds if one.repeat_seconds < MAX_REPEAT_SECONDS]
         return actions
 
     def on_ring(self, ring_epoch: int, kept: Iterable[Round], servers: Iterable[int]) -> list[SendGiveUp]:

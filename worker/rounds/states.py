@@ -99,10 +99,10 @@ class Round(Struct, eq=False):
 
 
 class SendPush(Struct, frozen=True):
-    """An action: send this push; ``again`` if the server had refused it as busy."""
+    """An action: send this push; ``was_refused`` if the server had refused it as busy."""
 
     outgoing: Outgoing
-    again: bool = False
+    was_refused: bool = False
 
 
 class SendGiveUp(Struct, frozen=True):

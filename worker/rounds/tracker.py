@@ -51,7 +51,7 @@ from .states import (
 PATIENCE_SECONDS = 5.0
 
 # A push is hardly ever refused as busy more than once, and damaged more than once only by broken hardware.
-MOST_REPETITIONS = 16
+MAX_REPETITIONS = 16
 
 WATERMARKS_TO_SETTLE = 3
 
@@ -216,7 +216,7 @@ class WorkerRounds:
             case Busy():
                 return []
             case Resume():
-                return self._repeat(round_, server, message.chunk, "refused as busy", again=True)
+                return self._repeat(round_, server, message.chunk, "refused as busy", was_refused=True)
             case Resend():
                 return self._repeat(round_, server, message.chunk, "damaged on its way")
 
@@ -353,18 +353,18 @@ class WorkerRounds:
                 self.watermark = self._begun_watermark
 
     def _repeat(
-        self, round_: Round, server: int, chunk: int, cause: str, *, again: bool = False
+        self, round_: Round, server: int, chunk: int, cause: str, *, was_refused: bool = False
     ) -> list[Action]:
         key = (server, chunk)
         count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
-        if count > MOST_REPETITIONS:
+        if count > MAX_REPETITIONS:
             where = f"tensor {round_.tensor!r}, step {round_.step}, chunk {chunk}"
             reason = (
-                f"{where}: the push to {self._servers[server]} was repeated {MOST_REPETITIONS} times and "
+                f"{where}: the push to {self._servers[server]} was repeated {MAX_REPETITIONS} times and "
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail_and_tell(round_, ProtocolError("checksum", reason))
-        return [SendPush(out, again=again) for out in _pushes_of(round_, {key})]
+        return [SendPush(out, was_refused=was_refused) for out in _pushes_of(round_, {key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED

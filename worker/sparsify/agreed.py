@@ -1,8 +1,8 @@
 """Agreed exchange of a sparsified gradient: first the union of all ranks' indices, then the values there.
 
-The first round has rows of no columns, so its result is the union. The second one is a dense tensor of this
-rank's values at the union. So these leave the residuals of all ranks, whoever has selected them. What a
-sparsifier counts is summed by a third round, beside the second.
+The first round pushes rows of no columns, so its result is the union of the indices. The second round pushes
+a dense tensor: this rank's values at the union. So every rank pushes these elements and removes them from its
+residual, whichever rank has selected them. A third round, beside the second, sums what the sparsifiers count.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Agreed(Transform):
         self.gradient.statistics.note_selection(self._selected, total / world)
 
     def keep_rounding(self, errors: Tensor) -> None:
-        """Adds what quantization has taken of the values at the union to the residual: ``[at least n]``."""
+        """Adds the rounding errors of quantization at the union, ``[n]`` or longer, to the residual."""
         self.gradient.keep_rounding(self._union, errors[: len(self._union)])
 
     def note_counts(self, total: Tensor) -> None:

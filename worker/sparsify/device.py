@@ -22,7 +22,8 @@ from zenps.sparsifiers.base import Above, Sparsifier, Sums
 from ..encode.accelerator import Accelerator, Lane
 from .selection import Gradient, blaming, kind_of
 
-# Room for selected elements at first: of all, of those looked at, and of those wanted at most.
+# The initial capacity for selected elements: FEW, plus the larger of 1/PART of the searched elements and
+# SURPLUS times the most that are wanted.
 FEW, PART, SURPLUS = 4096, 16, 2
 
 
@@ -197,9 +198,10 @@ class DeviceGradient(Gradient):
         return torch.cat([*exact, indices]) if exact else indices
 
     def _unique(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns what :meth:`_with_exact` has made, ascending, and where the exact ones of equal ones are.
+        """Sorts the indices of :meth:`_with_exact`, drops duplicates, and returns where each index came from.
 
-        Where too little is not zero, the sparsifier may have chosen exact elements, which were 0 for it.
+        If too few elements are not zero, the sparsifier may have selected exact elements, which are zeros to
+        it. Of two equal indices the first is kept, and exact ones come first.
         """
         if not self.exact:
             return indices, None
@@ -212,10 +214,10 @@ class DeviceGradient(Gradient):
         Elements leave the residual at the very end: if anything fails before, they are pushed next time.
 
         Args:
-            taken: the indices of all that is pushed.
-            is_finite: whether that is, on the host.
-            where: the indices of what is not exact.
-            left: what rounding leaves there.
+            taken: the indices of all pushed elements.
+            is_finite: on the host: whether all pushed elements are finite.
+            where: the indices of the pushed elements that are not exact.
+            left: their rounding errors, which stay in the residual.
         """
         with self._enqueued(self.gpu.pulling):
             if not bool(is_finite):

@@ -79,9 +79,9 @@ class Gradient:
         return indices, self.take(indices)
 
     def take(self, indices: Tensor) -> Tensor:
-        """Returns the residual's values there, in the gradient's dtype, and leaves what rounding takes.
+        """Returns the residual's values at ``indices``, in the gradient's dtype. Rounding errors stay there.
 
-        NaN and infinite elements are not left, here and elsewhere: they would come back in every later step.
+        No NaN or infinite element stays in the residual: it would come back in every later step.
 
         Raises:
             UsageError: the sparsifier has raised an error.
@@ -96,7 +96,7 @@ class Gradient:
         return pushed
 
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
-        """Adds to the residual what quantization has taken of the values there."""
+        """Adds the rounding errors of quantization to the residual at ``indices``."""
         self.residual[indices] += errors
 
     def count(self) -> object:
@@ -122,7 +122,7 @@ class Gradient:
         return total.view(self.shape)
 
     def note_spread(self, selected: int, union: int) -> None:
-        """Counts the elements of the gradient, of which so many were selected here, and by all ranks."""
+        """Counts the gradient's elements: all, those selected by this rank, and those in the union."""
         self.statistics.count_elements(Elements(len(self.residual), selected, union))
 
     def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

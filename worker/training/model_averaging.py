@@ -102,7 +102,7 @@ class ModelAveraging(Consistency):
         """Does nothing: ranks agreed at construction, and none can join later."""
 
     def average_over_all(self) -> float:
-        """Replaces the model by the average of all ranks; returns how far it was from it, relative to it."""
+        """Replaces the model by the average of all ranks; returns its relative distance from that average."""
         distance = norm = 0.0
         for number, fused in enumerate(self._fused):
             fused.gather()

@@ -360,8 +360,8 @@ class Channel(Waiter):
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendPush(outgoing=out, again=again):
-                    if again:
+                case SendPush(outgoing=out, was_refused=was_refused):
+                    if was_refused:
                         self._metrics.refused_pushes.inc()
                     try:
                         self._sender.send(out)

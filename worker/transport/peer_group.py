@@ -20,7 +20,7 @@ from torch import Tensor
 from zenps.errors import ZenPSError
 
 # gloo's own default. A group only waits for ranks that are known to be alive and that do not compute.
-MOST_SECONDS = 1800.0
+MAX_SECONDS = 1800.0
 
 # A message tag. All messages are sent with tag 0.
 _NEVER_SENT = 1
@@ -102,7 +102,7 @@ class GlooGroup(Group):
         self.rank, self.size = rank, size
         kind: Any = dist.ProcessGroupGloo  # torch's annotations leave some of its attributes out
         options = kind._Options()
-        options._timeout = timedelta(seconds=MOST_SECONDS)
+        options._timeout = timedelta(seconds=MAX_SECONDS)
         try:
             options._devices = [kind.create_device(hostname=host)]
             self._gloo = kind(_Addresses(allgather), rank, size, options)

@@ -26,7 +26,7 @@ from zenps.errors import ConfigError, listing
 
 logger = logging.getLogger("zenps.cli")
 
-_MOST_BYTES: Final = 1 << 16
+_MAX_BYTES: Final = 1 << 16
 """How much of a file is read; no scheduler writes more."""
 
 
@@ -159,7 +159,7 @@ def _read(path: Path) -> LocalCluster | None:
                 # Shared, so that another reader does not take this lock for that of a scheduler.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                return msgspec.json.decode(file.read(_MOST_BYTES), type=LocalCluster)
+                return msgspec.json.decode(file.read(_MAX_BYTES), type=LocalCluster)
         path.unlink(missing_ok=True)
     except (OSError, msgspec.DecodeError) as error:
         logger.debug("%s: %s", path, error)

@@ -31,7 +31,7 @@ So everything has ended within 5 seconds, whatever happens.
 STATUS_SECONDS: Final = 1.0
 """How long the scheduler has to answer a question for the status."""
 
-MOST_SCHEDULER_DEATHS: Final = 3
+MAX_SCHEDULER_DEATHS: Final = 3
 """A scheduler that is killed more often than this is not restarted."""
 
 SETTLE_SECONDS: Final = 2.0
@@ -232,7 +232,7 @@ class Supervisor:
             return False
         if failed.name == "scheduler":
             self._scheduler_deaths += 1
-            if not self._address or self._scheduler_deaths > MOST_SCHEDULER_DEATHS:
+            if not self._address or self._scheduler_deaths > MAX_SCHEDULER_DEATHS:
                 return False
             self._say(f"scheduler ended: {how}; starting it again")
             self._start("scheduler")

@@ -32,12 +32,12 @@ class Codec(ABC):
         return f"{type(self).__name__}()"
 
     @abstractmethod
-    def most_bytes(self, rows: int, span: int) -> int:
+    def max_bytes(self, rows: int, span: int) -> int:
         """Most bytes that ``rows`` of a chunk's ``span`` positions take; exact but for delta and blocks."""
 
     @abstractmethod
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
-        """Encodes ``positions``, strictly increasing in ``[0, span)``, in at most ``most_bytes`` bytes."""
+        """Encodes ``positions``, strictly increasing in ``[0, span)``, in at most ``max_bytes`` bytes."""
 
     @abstractmethod
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:

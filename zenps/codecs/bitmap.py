@@ -20,7 +20,7 @@ class Bitmap(Codec):
 
     name = "bitmap"
 
-    def most_bytes(self, rows: int, span: int) -> int:
+    def max_bytes(self, rows: int, span: int) -> int:
         return (span + 7) // 8
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
@@ -28,7 +28,7 @@ class Bitmap(Codec):
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
         # The positions of a full bitmap take 64 times its memory, so there must not be more of them.
-        if rows > span or data.nbytes != self.most_bytes(rows, span):
+        if rows > span or data.nbytes != self.max_bytes(rows, span):
             raise ProtocolError("payload", f"bitmap: {data.nbytes} bytes for {rows} rows of {span}")
         positions = set_bits(np.frombuffer(data, dtype=np.uint8), rows)
         if rows and positions[-1] >= span:

@@ -30,14 +30,14 @@ class Blocks(Codec):
 
     name = "blocks"
 
-    def most_bytes(self, rows: int, span: int) -> int:
+    def max_bytes(self, rows: int, span: int) -> int:
         return self.size_bytes(min(rows, _blocks_of(span)), span)
 
     def size_bytes(self, blocks: int, span: int) -> int:
         """The most bytes that ``blocks`` blocks with rows take."""
         if not blocks:
             return 0
-        return _WORD.itemsize * (1 + blocks) + _DELTA.most_bytes(blocks, _blocks_of(span))
+        return _WORD.itemsize * (1 + blocks) + _DELTA.max_bytes(blocks, _blocks_of(span))
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
         if not len(positions):

@@ -15,14 +15,14 @@ class Coo(Codec):
 
     name = "coo"
 
-    def most_bytes(self, rows: int, span: int) -> int:
+    def max_bytes(self, rows: int, span: int) -> int:
         return rows * item_dtype(span).itemsize
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
         return positions.astype(item_dtype(span), copy=False).view(np.uint8)
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
-        if data.nbytes != self.most_bytes(rows, span):
+        if data.nbytes != self.max_bytes(rows, span):
             raise ProtocolError("payload", f"coo: {data.nbytes} bytes for {rows} rows of {span}")
         positions = np.frombuffer(data, dtype=item_dtype(span)).astype(np.int64)
         # Compared, not subtracted: the difference of two hostile int64 may wrap and look positive.

@@ -15,7 +15,7 @@ from zenps.kernels.native.bits import set_bits
 
 from .base import Codec, Positions
 
-MOST_LOW_BITS = 57
+MAX_LOW_BITS = 57
 """This many bits lie within eight bytes, whichever bit of a byte they begin at."""
 
 
@@ -28,7 +28,7 @@ class Delta(Codec):
 
     name = "delta"
 
-    def most_bytes(self, rows: int, span: int) -> int:
+    def max_bytes(self, rows: int, span: int) -> int:
         if not rows:
             return 0
         low = low_bits(rows, span)
@@ -47,7 +47,7 @@ class Delta(Codec):
         return np.concatenate([_pack(gaps, low), np.packbits(unary, bitorder="little")])
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
-        if rows > span or data.nbytes > self.most_bytes(rows, span):
+        if rows > span or data.nbytes > self.max_bytes(rows, span):
             raise ProtocolError("payload", f"delta: {data.nbytes} bytes for {rows} rows of {span}")
         if not rows:
             return np.empty(0, np.int64)
@@ -75,7 +75,7 @@ def low_bits(rows: int, span: int) -> int:
     1 ÷ (1/p - ½). In integers, because sender and receiver must compute the same number.
     """
     best = ((2 * span - rows) * 481 // (1000 * rows)).bit_length() - 1
-    return min(max(best, 0), MOST_LOW_BITS)
+    return min(max(best, 0), MAX_LOW_BITS)
 
 
 def _bytes(bits: int) -> int:

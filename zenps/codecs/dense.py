@@ -12,7 +12,7 @@ from .coo import Coo
 
 # Without a limit, an empty frame could make the receiver allocate any amount of memory. A chunk of more rows
 # fits no message: workers size chunks by 8 bytes for each position.
-MOST_ROWS = 1 << 28
+MAX_ROWS = 1 << 28
 
 _COO = Coo()
 
@@ -22,14 +22,14 @@ class Dense(Codec):
 
     name = "dense"
 
-    def most_bytes(self, rows: int, span: int) -> int:
-        return _COO.most_bytes(span - rows, span)
+    def max_bytes(self, rows: int, span: int) -> int:
+        return _COO.max_bytes(span - rows, span)
 
     def encode(self, positions: Positions, span: int) -> NDArray[np.uint8]:
         return _COO.encode(_others(positions, span), span)
 
     def decode(self, data: memoryview, rows: int, span: int) -> Positions:
-        if rows > min(span, MOST_ROWS) or data.nbytes != self.most_bytes(rows, span):
+        if rows > min(span, MAX_ROWS) or data.nbytes != self.max_bytes(rows, span):
             raise ProtocolError("payload", f"dense: {data.nbytes} bytes for {rows} rows of {span}")
         return _others(_COO.decode(data, span - rows, span), span)
 

@@ -37,12 +37,12 @@ def choose(setting: str, rows: int, span: int, row_bytes: int, positions: Positi
     """
     if setting != "auto":
         return CODECS[setting]
-    plain = min(PLAIN, key=lambda codec: codec.most_bytes(rows, span))
-    plain_bytes = plain.most_bytes(rows, span)
+    plain = min(PLAIN, key=lambda codec: codec.max_bytes(rows, span))
+    plain_bytes = plain.max_bytes(rows, span)
     worthwhile_bytes = WORTHWHILE * (plain_bytes + rows * row_bytes)
     if plain_bytes <= worthwhile_bytes:
         return plain
-    best, best_bytes = CODECS["delta"], CODECS["delta"].most_bytes(rows, span)
+    best, best_bytes = CODECS["delta"], CODECS["delta"].max_bytes(rows, span)
     if positions is not None:
         blocks_bytes = _BLOCKS.size_bytes(count_blocks(positions), span)
         if blocks_bytes < best_bytes:

@@ -27,10 +27,10 @@ TIB: Final = 1 << 40
 # A longer wait is as good as none. Its milliseconds still fit a C int, which poll() takes.
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
-MOST_WORKERS: Final = 4096
-LEAST_CHUNK_BYTES: Final = 4 * KIB
+MAX_WORKERS: Final = 4096
+MIN_CHUNK_BYTES: Final = 4 * KIB
 
-MOST_NAMES: Final = 65536
+MAX_NAMES: Final = 65536
 """The number of different tensor names that a job may use. Workers and servers remember each of them."""
 
 
@@ -44,7 +44,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="name of the job; nodes of another job are refused", min_length=1, max_length=64),
     ] = "default"
-    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=MOST_WORKERS)] = 1
+    workers: Annotated[int, Meta(description="number of workers: the world size", ge=1, le=MAX_WORKERS)] = 1
     servers: Annotated[int, Meta(description="number of servers", ge=1, le=1024)] = 1
     host: Annotated[
         str,
@@ -158,7 +158,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         int,
         Meta(
             description="size of a tensor's chunks; [less where many workers push](protocol.md#byte-budget)",
-            ge=LEAST_CHUNK_BYTES,
+            ge=MIN_CHUNK_BYTES,
             le=GIB,
         ),
     ] = 8 * MIB
@@ -206,7 +206,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = 1
     group: Annotated[
         int,
-        Meta(description="ds-sync: workers that average their models in a step", ge=2, le=MOST_WORKERS),
+        Meta(description="ds-sync: workers that average their models in a step", ge=2, le=MAX_WORKERS),
     ] = 2
     levels: Annotated[
         int,

@@ -7,10 +7,10 @@ from typing import Final
 from .settings import Config
 
 UNREAD_MESSAGES: Final = 2
-"""Of each worker, which may lie unread at a server."""
+"""How many unread messages of each worker a server's budget must have room for."""
 
-MOST_UNREAD_PART: Final = 2
-"""Of a server's budget, one part in so many, which unread messages may take."""
+MAX_UNREAD_PART: Final = 2
+"""Unread messages may take at most one part in this many of a server's budget."""
 
 MESSAGE_CHUNKS: Final = 2
 """A push larger than so many chunks travels in several messages."""
@@ -21,13 +21,13 @@ def chunk_bytes(config: Config) -> int:
 
     A power of two: it stays where workers are a few more or fewer.
     """
-    most_bytes = config.cluster.server_budget_bytes // least_budget_bytes(config.cluster.workers, 1)
-    return min(config.sync.chunk_bytes, 1 << most_bytes.bit_length() >> 1)
+    max_bytes = config.cluster.server_budget_bytes // least_budget_bytes(config.cluster.workers, 1)
+    return min(config.sync.chunk_bytes, 1 << max_bytes.bit_length() >> 1)
 
 
 def least_budget_bytes(workers: int, chunk_bytes: int) -> int:
     """Returns the least budget with which chunks of so many workers may be so large."""
-    return MOST_UNREAD_PART * UNREAD_MESSAGES * MESSAGE_CHUNKS * workers * chunk_bytes
+    return MAX_UNREAD_PART * UNREAD_MESSAGES * MESSAGE_CHUNKS * workers * chunk_bytes
 
 
 def message_bytes(config: Config) -> int:

@@ -28,7 +28,7 @@ from msgspec import structs
 from zenps.errors import ConfigError, UnknownKeyError
 from zenps.schemes.registry import scheme_of
 
-from .settings import FIELDS, LEAST_CHUNK_BYTES, Config
+from .settings import FIELDS, MIN_CHUNK_BYTES, Config
 from .sizes import chunk_bytes, least_budget_bytes
 from .values import checked, format_bytes
 
@@ -99,8 +99,8 @@ def _conflict(config: Config) -> ConfigError | None:
     if sync.chunk_bytes > cluster.max_message_bytes:
         allowed = f"at most cluster.max_message_bytes = {format_bytes(cluster.max_message_bytes)}"
         return ConfigError("sync.chunk_bytes", sync.chunk_bytes, allowed)
-    if chunk_bytes(config) < LEAST_CHUNK_BYTES:
-        least_bytes = least_budget_bytes(cluster.workers, LEAST_CHUNK_BYTES)
+    if chunk_bytes(config) < MIN_CHUNK_BYTES:
+        least_bytes = least_budget_bytes(cluster.workers, MIN_CHUNK_BYTES)
         allowed = f"at least {format_bytes(least_bytes)} for cluster.workers = {cluster.workers}"
         return ConfigError("cluster.server_budget_bytes", cluster.server_budget_bytes, allowed)
     if error := scheme_of(sync.scheme).refuse(config.combination):

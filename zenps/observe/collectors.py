@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from .lateness import MOST_RANKS, latest
+from .lateness import MAX_RANKS, latest
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
 """In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
@@ -113,7 +113,7 @@ class Late(Collector):
     """A counter of seconds by rank. Only the latest ranks are shown: a job may have thousands."""
 
     def __init__(self, documentation: str, registry: CollectorRegistry) -> None:
-        self._documentation = f"{documentation} The {MOST_RANKS} latest ranks."
+        self._documentation = f"{documentation} The {MAX_RANKS} latest ranks."
         self.seconds: Mapping[int, float] = {0: 0.0}
         """By rank; the counting role replaces or changes this mapping."""
         registry.register(self)

@@ -29,13 +29,13 @@ LIMIT_SECONDS: Final = 10.0
 """How long a connection may take, from its first to its last byte: as long as Prometheus waits for metrics by
 default. Each serves one request."""
 
-MOST_CONNECTIONS: Final = 32
+MAX_CONNECTIONS: Final = 32
 """One more connection closes the oldest, so that idle connections do not block others."""
 
-MOST_THREADS: Final = 2 * MOST_CONNECTIONS
+MAX_THREADS: Final = 2 * MAX_CONNECTIONS
 """Of connections that are open, or were closed and whose threads still prepare an answer."""
 
-MOST_REQUEST_BYTES: Final = 16 << 10
+MAX_REQUEST_BYTES: Final = 16 << 10
 
 POLL_SECONDS: Final = 0.2
 """How often connections over their limit are closed, and how long :meth:`Endpoint.close` may take."""
@@ -114,14 +114,14 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._lock = threading.Lock()
         self._until: dict[socket.socket, float] = {}
         """When each connection is closed, the oldest first."""
-        self._free_threads = threading.Semaphore(MOST_THREADS)
+        self._free_threads = threading.Semaphore(MAX_THREADS)
         super().__init__(address, handler)
         self.is_local = ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection on a thread of its own, unless closed ones still have all threads."""
         with self._lock:
-            if len(self._until) >= MOST_CONNECTIONS:
+            if len(self._until) >= MAX_CONNECTIONS:
                 self._close(next(iter(self._until)))
         if not self._free_threads.acquire(timeout=POLL_SECONDS):
             self.shutdown_request(request)
@@ -177,18 +177,18 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
 
 class _Bounded(io.RawIOBase):
-    """The bytes that a connection sends, up to :data:`MOST_REQUEST_BYTES`."""
+    """The bytes that a connection sends, up to :data:`MAX_REQUEST_BYTES`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._left = MOST_REQUEST_BYTES
+        self._left = MAX_REQUEST_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         if not self._left:
-            raise ConnectionAbortedError(f"a request of more than {MOST_REQUEST_BYTES} bytes")
+            raise ConnectionAbortedError(f"a request of more than {MAX_REQUEST_BYTES} bytes")
         count = self._connection.recv_into(memoryview(buffer)[: self._left])
         self._left -= count
         return count

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-MOST_RANKS: Final = 16
+MAX_RANKS: Final = 16
 """At most this many ranks are reported: a job may have thousands, and few of them are late."""
 
 FACTOR: Final = 4.0
@@ -49,8 +49,8 @@ class Lateness:
 
 
 def latest(seconds: Mapping[int, float]) -> list[tuple[int, float]]:
-    """The :data:`MOST_RANKS` latest ranks and their seconds; the latest first."""
-    return heapq.nlargest(MOST_RANKS, dict(seconds).items(), key=lambda item: item[1])
+    """The :data:`MAX_RANKS` latest ranks and their seconds; the latest first."""
+    return heapq.nlargest(MAX_RANKS, dict(seconds).items(), key=lambda item: item[1])
 
 
 def stragglers(seconds: Mapping[int, float], expected: int, least_seconds: float) -> list[int]:

@@ -106,8 +106,8 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.group_distance = self._gauge(
             "zenps_group_distance_ratio",
-            "Distance of this worker's model from the average of its group in the latest step, before it "
-            "took that, divided by the norm of the average; of the elements that this worker averages.",
+            "Distance of this worker's model from the average of its group before it adopted the average, in "
+            "the latest step, divided by the average's norm; over the elements that this worker averages.",
         )
         self.consensus_distance = self._gauge(
             "zenps_consensus_distance_ratio",

@@ -26,10 +26,10 @@ logger = logging.getLogger("zenps.recording")
 FORMAT: Final = "zenps plan trace"
 VERSION: Final = 1
 
-MOST_ROWS: Final = 1 << 16
+MAX_ROWS: Final = 1 << 16
 """The largest number of rows that is written for one push."""
 
-MOST_BYTES: Final = 1 << 20
+MAX_BYTES: Final = 1 << 20
 """The largest size of one map. A push takes at most half of it."""
 
 Rows = NDArray[np.int64]
@@ -85,9 +85,9 @@ class Push(Struct, tag="push", kw_only=True):
 
 
 def keep(rows: Rows) -> tuple[int, bytes]:
-    """``halvings`` and ``rows`` of a push of these sorted different rows, thinned to :data:`MOST_ROWS`."""
+    """``halvings`` and ``rows`` of a push of these sorted different rows, thinned to :data:`MAX_ROWS`."""
     halvings = 0
-    while len(rows) > MOST_ROWS:
+    while len(rows) > MAX_ROWS:
         halvings += 1
         rows = thinned(rows, halvings)
     return halvings, rows.astype("<i8").tobytes()
@@ -123,7 +123,7 @@ def read(path: Path) -> Iterator[tuple[Header, Push]]:
     header: Header | None = None
     try:
         with path.open("rb") as file:
-            entries, end = msgpack.Unpacker(file, max_buffer_size=MOST_BYTES), 0
+            entries, end = msgpack.Unpacker(file, max_buffer_size=MAX_BYTES), 0
             for item in entries:
                 end = entries.tell()
                 entry = msgspec.convert(item, Header | Push)

@@ -31,10 +31,10 @@ from .clock import ClockFilter, now_ns
 
 logger = logging.getLogger("zenps.trace")
 
-MOST_BYTES: Final = 32 << 20
+MAX_BYTES: Final = 32 << 20
 """The greatest size of a part, some 150 000 events; later events are not recorded."""
 
-MOST_PENDING: Final = 1 << 16
+MAX_PENDING: Final = 1 << 16
 """The most events that may wait to be written; when there are more, recording stops."""
 
 FLUSH_SECONDS: Final = 0.5
@@ -159,7 +159,7 @@ class Recorder(Trace):
         self._role = role
         self._pid = os.getpid()
         # A full deque drops its oldest events; _stop() sets one of length 0, which records nothing.
-        self._pending: deque[_Record] = deque(maxlen=MOST_PENDING)
+        self._pending: deque[_Record] = deque(maxlen=MAX_PENDING)
         self._threads: dict[int, int] = {}
         self._asynchronous = itertools.count(1)
         self._written_bytes = 0
@@ -268,8 +268,8 @@ class Recorder(Trace):
             if self._fd < 0:
                 return
             data = (b",\n" if self._written_bytes else b"[\n") + lines
-            reason = f"it has {MOST_BYTES >> 20} MiB"
-            if self._written_bytes + len(data) <= MOST_BYTES:
+            reason = f"it has {MAX_BYTES >> 20} MiB"
+            if self._written_bytes + len(data) <= MAX_BYTES:
                 try:
                     os.write(self._fd, data)
                     self._written_bytes += len(data)

@@ -26,11 +26,11 @@ from .ring import SLOTS
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
 # A layout takes up to some 230 KB beside its tables.
-MOST_LAYOUTS = 1024
+MAX_LAYOUTS = 1024
 
 # Buckets of values, four for each slot; and how many ends of ranges in one are still compared one by one.
 BUCKET_BITS = 14
-MOST_ENDS = 4
+MAX_ENDS = 4
 
 # Granules of a layout whose tables are built at once: that takes a tenth of a second.
 SMALL_TABLE = 1 << 20
@@ -222,7 +222,7 @@ class LayoutCache:
     """The layouts of one epoch, made on first use, with one byte budget for all their tables. Thread-safe.
 
     The layouts asked for first get tables, until the budget is spent, and keep them: building a table again
-    and again would cost more than it saves. More than :data:`MOST_LAYOUTS` layouts come of a tensor whose
+    and again would cost more than it saves. More than :data:`MAX_LAYOUTS` layouts come of a tensor whose
     size differs in each step; then the least recently used layout is dropped.
 
     Args:
@@ -260,7 +260,7 @@ class LayoutCache:
                 layout = Layout(rows, granule, partition, self._owners, self._servers, self._unspent_bytes)
                 self._unspent_bytes -= layout.table_bytes
                 self._layouts[key] = layout
-                if len(self._layouts) > MOST_LAYOUTS:
+                if len(self._layouts) > MAX_LAYOUTS:
                     self._unspent_bytes += self._layouts.popitem(last=False)[1].table_bytes
             self._layouts.move_to_end(key)
             return layout
@@ -297,7 +297,7 @@ class Shift:
 
     def apply(self, values: Tensor) -> Tensor:
         numbers = values.numpy()
-        if self._most_ends > MOST_ENDS:
+        if self._most_ends > MAX_ENDS:
             ranges = np.searchsorted(self.ends, numbers, side="right")
         else:
             ranges = self.firsts[numbers >> self.bits]

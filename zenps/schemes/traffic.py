@@ -18,7 +18,7 @@ BLOCK_ELEMENTS: Final = 256
 """OmniReduce's blocks (SIGCOMM '21, §4)."""
 
 DELTA_OVER_ENTROPY: Final = 1.03
-"""Measured, over densities of 0.01 % to 50 %; ``most_bytes`` of that codec is an upper bound."""
+"""Measured, over densities of 0.01 % to 50 %; ``max_bytes`` of that codec is an upper bound."""
 
 
 class Tensor(Struct, frozen=True, kw_only=True):
@@ -110,7 +110,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         if codec.name == "delta":
             positions = DELTA_OVER_ENTROPY * _entropy_bytes(rows, self.rows)
         else:
-            positions = codec.most_bytes(rows, self.rows)
+            positions = codec.max_bytes(rows, self.rows)
         return rows * self.row_bytes + positions
 
     def random_blocks(self, density: float) -> float:
@@ -244,7 +244,7 @@ def expected_imbalance(parts: int, rows: float) -> float:
 
 def index_bytes(span: int) -> int:
     """Bytes of the index of one row, or element, of ``span``."""
-    return CODECS["coo"].most_bytes(1, span)
+    return CODECS["coo"].max_bytes(1, span)
 
 
 def _skew_at(density: float, *skews: float | None) -> float:

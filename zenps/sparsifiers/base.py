@@ -87,9 +87,9 @@ class Above(NamedTuple):
         threshold: at least 0; for values on a device perhaps float32 of one element there.
         start, stop: the elements that are looked at; ``stop`` None: up to the last one.
         most: of more elements than this, the greatest are selected, and of equal ones the first; None: all.
-        least: if they are fewer than this, the threshold was too high. Needs a ``most``.
-        lowering: then the threshold is multiplied by this, until they are enough, but at most
-            :data:`MOST_TRIES` times.
+        least: if fewer elements than this are selected, the threshold was too high. Needs a ``most``.
+        lowering: the factor by which a threshold that was too high is multiplied, again and again until
+            ``least`` elements are selected, but at most :data:`MAX_TRIES` times.
     """
 
     threshold: float | Tensor
@@ -127,7 +127,7 @@ class Above(NamedTuple):
         """Yields the thresholds to try, until one has selected enough elements."""
         threshold = self.threshold
         yield threshold
-        for _ in range(MOST_TRIES if self.lowering else 1):
+        for _ in range(MAX_TRIES if self.lowering else 1):
             threshold = threshold * self.lowering
             yield threshold
 
@@ -137,7 +137,7 @@ class Above(NamedTuple):
         return magnitudes.find_greatest(array, float(threshold), self.most)
 
 
-MOST_TRIES = 10
+MAX_TRIES = 10
 """How often a threshold is lowered at most."""
 
 

@@ -94,7 +94,7 @@ class Counts(Controller):
     different numbers of steps, and their counts must still match."""
     GAIN = 0.3
     """The part of a step's error by which the bias changes."""
-    MOST_ERROR = 1.0
+    MAX_ERROR = 1.0
 
     def __init__(self) -> None:
         self._center = 0.0
@@ -109,7 +109,7 @@ class Counts(Controller):
         threshold = self._estimate(wanted, step)
         if threshold is not None and self._center:
             error = math.log(max(selected, 0.5) / wanted)
-            self._log_bias += self.GAIN * max(-self.MOST_ERROR, min(error, self.MOST_ERROR))
+            self._log_bias += self.GAIN * max(-self.MAX_ERROR, min(error, self.MAX_ERROR))
         self._center = threshold or 0.0
 
     def _estimate(self, wanted: int, step: Step) -> float | None:

@@ -24,7 +24,7 @@ from .topk import Sample
 # is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
 SAMPLED = 0.01
 STRIDE = 32
-LEAST_SAMPLED = 2
+MIN_SAMPLED = 2
 LOWERING = 0.8
 """Fewer than this part of the wanted elements are too few; then their threshold is lowered by this factor."""
 
@@ -79,7 +79,7 @@ class DGC(Sparsifier):
     def _above(self, step: Step, sample: Sample) -> Above:
         size = self.task.size
         wanted = target(size, warmed_up(step, self.task.settings.warmup_steps))
-        least = max(SAMPLED * size, LEAST_SAMPLED * size / wanted)
+        least = max(SAMPLED * size, MIN_SAMPLED * size / wanted)
         stride = max(int(size / least) // STRIDE * STRIDE + 1, 1)
         greatest = max(round(-(-size // stride) * wanted / size), 1)
         threshold = sample(stride, greatest - 1)

@@ -20,7 +20,7 @@ from .base import Above, Sparsifier, Step, Sums, target
 
 # A sample reads one cache line in 16 at most. Strides are odd, because rows of a layer have mostly an even
 # number of elements, and a sample needs all columns.
-LEAST_STRIDE = 251
+MIN_STRIDE = 251
 # Of the wanted elements, about so many are in a sample at most.
 SAMPLED = 64
 # Their number has a deviation of its root. A bound so many deviations below is hardly ever too high.
@@ -45,7 +45,7 @@ class TopK(Sparsifier):
 
 def greatest(values: Tensor, wanted: int, sample: Sample) -> Above:
     """Returns the selection of the ``wanted`` greatest values: above a bound that they most likely reach."""
-    stride = max(LEAST_STRIDE, wanted // SAMPLED | 1)
+    stride = max(MIN_STRIDE, wanted // SAMPLED | 1)
     sampled = wanted / stride
     rank = round(sampled + DEVIATIONS * math.sqrt(sampled))
     bound = sample(stride, rank) if rank < len(values) // stride else 0.0

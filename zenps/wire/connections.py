@@ -44,10 +44,10 @@ LOOK_SECONDS: Final = 0.1
 """How often the owner of a ROUTER looks for endless messages. Until then, what comes takes libzmq up to 20
 times its bytes."""
 
-MOST_TIME: Final = 0.01
+MAX_TIME: Final = 0.01
 """The share of the owner's time that looks may take. With 2000 connections and more they come less often."""
 # A server asks for none of them.
-MOST_GONE = 8192
+MAX_GONE = 8192
 
 
 Address = tuple[Any, ...]
@@ -91,7 +91,7 @@ class Connections:
         self._messages = 0
         self._next_look = 0.0
         self._failed: list[Event] = []
-        self._gone: deque[tuple[int, Address]] = deque(maxlen=MOST_GONE)
+        self._gone: deque[tuple[int, Address]] = deque(maxlen=MAX_GONE)
         address = f"inproc://connections-{uuid.uuid4().hex}"
         socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         self.monitor: Socket = socket.context.socket(zmq.PAIR)
@@ -125,7 +125,7 @@ class Connections:
         cut = [address for descriptor in self._endless() if (address := self.cut(descriptor))]
         self._heard_from.clear()
         self._messages = 0
-        pause_seconds = (time.thread_time() - begin) / MOST_TIME
+        pause_seconds = (time.thread_time() - begin) / MAX_TIME
         self._next_look = time.monotonic() + pause_seconds if pause_seconds > LOOK_SECONDS else 0.0
         return cut
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from zenps.observe.lateness import MOST_RANKS
+from zenps.observe.lateness import MAX_RANKS
 
 Role = Literal["worker", "server"]
 Dtype = Literal["float16", "bfloat16", "float32", "float64", "int64", "uint8"]
@@ -34,7 +34,7 @@ Fragments = Annotated[int, Meta(ge=1, le=1 << 15)]
 """In how many messages the rows of a chunk travel from the same sender."""
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
-Late = Annotated[dict[Rank, float], Meta(max_length=MOST_RANKS)]
+Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]
 """Seconds that others have waited, by the rank that they waited for."""
 Shared = tuple[Count, Count]
 """Values that are no frame of the message: their offset in the sender's shared memory, and their bytes."""

@@ -1,9 +1,9 @@
 """Routing identities: the one that a node has at the scheduler, and those that a worker has at servers.
 
-With ``ROUTER_HANDOVER``, whoever knows the identity of a peer can take over its connection. So each
-connection has one that only its two ends know. Servers have to know which worker it is of: views tell them
-the public identity of each, with which its identities at servers begin; a message by the worker's key shows
-the rest.
+With ``ROUTER_HANDOVER``, whoever knows a peer's routing identity can take over its connection. So each
+connection has an identity of its own, which only its two ends know. A worker's identities at servers all
+begin with its public identity, which views contain: so a server knows whose connection it is. It learns the
+rest from the first message that the worker's key has authenticated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import uuid
 
-from zenps.config.settings import MOST_WORKERS
+from zenps.config.settings import MAX_WORKERS
 
 from .fields import Role
 
@@ -22,7 +22,7 @@ def new_identity(role: Role) -> bytes:
     return f"{role}-{uuid.uuid4().hex}".encode()
 
 
-@functools.lru_cache(maxsize=2 * MOST_WORKERS)
+@functools.lru_cache(maxsize=2 * MAX_WORKERS)
 def public_identity(identity: bytes) -> bytes:
     """What servers call the worker that has ``identity`` at the scheduler."""
     digest = hashlib.blake2b(identity, digest_size=16, person=b"zenps-servers")

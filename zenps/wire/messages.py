@@ -83,7 +83,7 @@ class GiveUp(Struct, frozen=True, array_like=True, tag="give-up"):
     tensor: Name
     step: Count
     lacks: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
-    """If not -1: the rank may push others, but has no such chunk, which the server has asked for."""
+    """-1, or a chunk that the server has asked for and the rank does not have; it may push other chunks."""
 
 
 class Here(Struct, frozen=True, array_like=True, tag="here"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenps.scheduler.observe.stalls import MOST_CHARACTERS, MOST_SHOWN, Stalls, Wait
+from zenps.scheduler.observe.stalls import MAX_CHARACTERS, MAX_SHOWN, Stalls, Wait
 
 
 def stalled() -> Stalls:
@@ -60,7 +60,7 @@ def test_what_a_hostile_node_reports_is_harmless_and_a_text_is_bounded() -> None
     assert text.endswith("85 other waits")
     assert "ranks 4, 104," in text
     assert "and 34 more" in text
-    assert len(stalls.longest) == MOST_SHOWN
+    assert len(stalls.longest) == MAX_SHOWN
     for rank in range(5000):
         stalls.report(rank, f"{rank}{'x' * 1000}", 70.0, 100.0)
-    assert len(stalls.text(range(5000), 100.0)) == MOST_CHARACTERS
+    assert len(stalls.text(range(5000), 100.0)) == MAX_CHARACTERS

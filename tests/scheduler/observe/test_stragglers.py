@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zenps.observe.lateness import MOST_RANKS
+from zenps.observe.lateness import MAX_RANKS
 from zenps.scheduler.observe.stragglers import WINDOW_SECONDS, Straggler, Stragglers
 
 
@@ -57,7 +57,7 @@ def test_the_first_report_of_a_server_is_a_baseline() -> None:
 
 def test_so_are_ranks_that_a_full_first_report_leaves_out() -> None:
     known = Stragglers(100)
-    known.report(b"server", {rank: 900.0 + rank for rank in range(MOST_RANKS)})
+    known.report(b"server", {rank: 900.0 + rank for rank in range(MAX_RANKS)})
     assert known.newly_named(0.0) == []
-    known.report(b"server", {rank: 901.0 + rank for rank in range(1, MOST_RANKS + 1)})
-    assert known.newly_named(1.0) == [Straggler(MOST_RANKS, 17.0, 17.0)]
+    known.report(b"server", {rank: 901.0 + rank for rank in range(1, MAX_RANKS + 1)})
+    assert known.newly_named(1.0) == [Straggler(MAX_RANKS, 17.0, 17.0)]

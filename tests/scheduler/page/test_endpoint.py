@@ -183,12 +183,12 @@ def test_a_slow_reader_is_disconnected(loop: Loop, monkeypatch: pytest.MonkeyPat
 
 def test_idle_connections_do_not_block_others(loop: Loop) -> None:
     before = threading.active_count()
-    idle = [loop.connect() for _ in range(3 * http_server.MOST_CONNECTIONS)]
+    idle = [loop.connect() for _ in range(3 * http_server.MAX_CONNECTIONS)]
     try:
         begin = time.monotonic()
         assert ask(loop, "/status.json").status == 200
         assert time.monotonic() - begin < http_server.LIMIT_SECONDS
-        assert threading.active_count() <= before + http_server.MOST_CONNECTIONS + 1
+        assert threading.active_count() <= before + http_server.MAX_CONNECTIONS + 1
     finally:
         for connection in idle:
             connection.close()

@@ -305,7 +305,7 @@ def test_what_is_accepted_can_be_reduced(
     if fits and rows < 10:
         views[1] = memoryview(bytes(values_bytes if values_bytes < 10_000 else 0))
         if push.codec != "none":
-            positions_bytes = CODECS[push.codec].most_bytes(rows, span)
+            positions_bytes = CODECS[push.codec].max_bytes(rows, span)
             views[0] = memoryview(bytes(range(positions_bytes)) if positions_bytes < 100 else b"")
     try:
         payload = read(push, views)
@@ -440,7 +440,7 @@ def test_malformed_blocks_are_refused(changes: dict[str, object], says: str) -> 
 
 def test_blocks_that_might_not_fit_into_an_answer_are_refused() -> None:
     push, _ = blocks_push(0, {}, [NONE_LEFT] * 3, columns=4)
-    memory, most_bytes = OrdinaryMemory(BufferPool(1 << 20)), 3 * (4 * 4 + 8)
-    make_reducers(memory, most_bytes)[push.kind].check_size(push)
+    memory, max_bytes = OrdinaryMemory(BufferPool(1 << 20)), 3 * (4 * 4 + 8)
+    make_reducers(memory, max_bytes)[push.kind].check_size(push)
     with pytest.raises(ProtocolError, match="a span of 3 rows"):
-        make_reducers(memory, most_bytes - 1)[push.kind].check_size(push)
+        make_reducers(memory, max_bytes - 1)[push.kind].check_size(push)

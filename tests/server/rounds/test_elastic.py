@@ -13,7 +13,7 @@ from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
-TEXT = "rank 2 was lost after a server had been, within one round of both"
+TEXT = "a server and then rank 2 were lost within one round"
 
 
 def make_rounds(ring: int = 1) -> ServerRounds:

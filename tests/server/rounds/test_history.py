@@ -71,7 +71,7 @@ def test_evictable_bytes_are_what_forgetting_frees() -> None:
 
 
 def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MOST_NAMES", 3)
+    monkeypatch.setattr(history, "MAX_NAMES", 3)
     rounds = make_rounds(2)
     for name in "abc":
         push_all(rounds, Key(name, 0, 0), [0])
@@ -87,7 +87,7 @@ def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forgotten_outcomes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "MOST_FORGOTTEN", 3)
+    monkeypatch.setattr(history, "MAX_FORGOTTEN", 3)
     past = History()
     for chunk in range(5):
         past.keep(ended(Key("a", 0, chunk)))

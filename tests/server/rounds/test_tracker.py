@@ -754,7 +754,7 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
 
 
 def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.server.rounds.admission.MOST_REFUSED", 3)
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 3)
     rounds = make_rounds(2, budget_bytes=0)
     rounds.on_push(make_held(0, Key("open", 0, 0)), 0.0)
     refused = [Key(name, 0, 0) for name in ("first", "second", "third")]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from zenps.config.settings import MOST_NAMES
+from zenps.config.settings import MAX_NAMES
 from zenps.errors import UsageError
 from zenps.observe import log
 from zenps.observe.collectors import Tally
@@ -60,20 +60,20 @@ def test_a_name_in_flight_is_refused_and_free_again_once_taken_back(steps: Steps
 
 
 def test_names_are_bounded_and_what_is_taken_back_does_not_count(steps: Steps) -> None:
-    streams = steps.begin("in streams", MOST_NAMES - 1)
+    streams = steps.begin("in streams", MAX_NAMES - 1)
     streams.ended = True
     steps.begin("last", 1)
-    with pytest.raises(UsageError, match=f"{MOST_NAMES} different names were used"):
+    with pytest.raises(UsageError, match=f"{MAX_NAMES} different names were used"):
         steps.begin("one more", 1)
     steps.take_back("last")
     steps.begin("one more", 1)
     fewer = steps.begin("in streams", 1)
     assert fewer.previous is streams
-    assert fewer.names == MOST_NAMES - 1, "names that were used are not given back"
+    assert fewer.names == MAX_NAMES - 1, "names that were used are not given back"
 
 
 def test_joining_workers_count_from_0_and_so_do_all_then(steps: Steps, begun: Tally) -> None:
-    steps.begin("a", MOST_NAMES)
+    steps.begin("a", MAX_NAMES)
     steps.reset()
-    assert steps.begin("b", MOST_NAMES).step == 0
+    assert steps.begin("b", MAX_NAMES).step == 0
     assert begun.total == 2

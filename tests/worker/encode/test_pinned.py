@@ -100,7 +100,7 @@ def test_each_block_is_registered_once_and_servers_find_it(arena: Arena, runtime
 def test_a_block_is_unregistered_before_its_pages_go(arena: Arena, runtime: Runtime) -> None:
     pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
-    values = pool.lease(8 * MIB)
+    values = pool.allocate(8 * MIB)
     values.fill_(1)
     del values
     run_finalizers()
@@ -111,7 +111,7 @@ def test_a_block_is_unregistered_before_its_pages_go(arena: Arena, runtime: Runt
 def test_the_end_of_the_arena_unregisters_all_that_nobody_uses(arena: Arena, runtime: Runtime) -> None:
     pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
-    used, unused = pool.lease(100_000), pool.lease(100_000)
+    used, unused = pool.allocate(100_000), pool.allocate(100_000)
     del unused
     arena.close()
     run_finalizers()
@@ -135,10 +135,10 @@ def test_memory_that_cannot_be_registered_is_logged_once(
 def test_an_error_is_not_met_by_the_next_launch(arena: Arena, runtime: Runtime) -> None:
     pool = shared_pinned_pool(arena, DEVICE)
     assert pool is not None
-    used = pool.lease(100_000)
+    used = pool.allocate(100_000)
     runtime.error = 2
     with pytest.raises(TensorError, match=r"cannot pin .* \(CUDA error 2\)"):
-        pool.lease(300_000)
+        pool.allocate(300_000)
     runtime.launch(device=DEVICE)
     del used
     arena.close()

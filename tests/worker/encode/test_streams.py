@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT
-from zenps.worker.encode.streams import MOST_STREAMS, Plan, Stream, plan_streams
+from zenps.worker.encode.streams import MAX_STREAMS, Plan, Stream, plan_streams
 
 MIB = 1 << 20
 
@@ -89,23 +89,23 @@ def test_a_rank_follows_the_others_through_blocks_that_it_does_not_have() -> Non
     item_bytes=st.sampled_from([2, 4, 8]),
     block=st.sampled_from([1 << bits for bits in range(13)]),
     fusion=st.integers(1, 65536),
-    most_bytes=st.sampled_from([32 << 10, MIB // 2, 128 * MIB]),
+    max_bytes=st.sampled_from([32 << 10, MIB // 2, 128 * MIB]),
 )
 def test_plans_cover_all_blocks_and_fit_into_messages(
-    count: int, item_bytes: int, block: int, fusion: int, most_bytes: int
+    count: int, item_bytes: int, block: int, fusion: int, max_bytes: int
 ) -> None:
-    plan = plan_streams(count, item_bytes, block, fusion, most_bytes)
+    plan = plan_streams(count, item_bytes, block, fusion, max_bytes)
     assert (plan.blocks - 1) * plan.block < count <= plan.blocks * plan.block or count == plan.blocks == 0
     bounds = [plan.bounds(stream) for stream in range(plan.streams)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == plan.blocks
     assert all(before[1] == after[0] for before, after in pairwise(bounds))
-    assert 1 <= plan.streams <= MOST_STREAMS
+    assert 1 <= plan.streams <= MAX_STREAMS
     assert 1 <= plan.columns <= fusion
-    assert plan.columns * plan.block * item_bytes <= most_bytes
+    assert plan.columns * plan.block * item_bytes <= max_bytes
 
 
 def test_small_tensors_make_one_stream_of_one_message() -> None:
     assert plan_streams(5, 4, 256, 64, MIB) == Plan(block=5, blocks=1, streams=1, columns=64)
     assert plan_streams(64 * 256, 4, 256, 64, MIB).streams == 1
-    assert plan_streams(MOST_STREAMS * 64 * 256, 4, 256, 64, MIB).streams == MOST_STREAMS
+    assert plan_streams(MAX_STREAMS * 64 * 256, 4, 256, 64, MIB).streams == MAX_STREAMS

@@ -25,7 +25,7 @@ from zenps.worker.rounds.states import (
 )
 from zenps.worker.rounds.tracker import (
     ASKED_SECONDS,
-    MOST_REPETITIONS,
+    MAX_REPETITIONS,
     PATIENCE_SECONDS,
     WATERMARKS_TO_SETTLE,
     WorkerRounds,
@@ -123,7 +123,9 @@ def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
     assert rounds.on_reply(0, Busy(1, "t", 0, 1), (), 0.0) == []
-    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[1], again=True)]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [
+        SendPush(round_.outgoing[1], was_refused=True)
+    ]
     (deliver,) = rounds.on_reply(0, result(round_, 1), FRAMES, 0.0)
     assert isinstance(deliver, Deliver)
 
@@ -275,7 +277,7 @@ class Traffic(RuleBasedStateMachine):
         assert round_ is not None
         if kind == "resume":
             (again,) = [out for out in round_.outgoing if (out.server, out.push.chunk) == chunk_key]
-            assert actions == [SendPush(again, again=True)]
+            assert actions == [SendPush(again, was_refused=True)]
             return
         if kind == "result":
             self.answered[tensor].add(chunk_key)
@@ -370,7 +372,7 @@ def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) ->
     rounds, round_, other = make_rounds(), make_round(), make_round("other")
     rounds.submit(round_, 0.0)
     rounds.submit(other, 0.0)
-    for _ in range(MOST_REPETITIONS):
+    for _ in range(MAX_REPETITIONS):
         for chunk in (0, 1):
             (action,) = rounds.on_reply(0, kind(1, "t", 0, chunk), (), 0.0)
             assert isinstance(action, SendPush)
@@ -780,7 +782,9 @@ def test_a_push_in_fragments_is_repeated_whole() -> None:
     pushes = [SendPush(out) for out in round_.outgoing]
     assert rounds.on_tick(REPEAT_SECONDS + 1) == pushes
     assert rounds.on_reply(0, Resend(1, "t", 0, 0), (), 0.0) == pushes[:2]
-    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[2], again=True)]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [
+        SendPush(round_.outgoing[2], was_refused=True)
+    ]
 
 
 def test_an_answer_in_fragments_is_delivered_whole_and_in_order() -> None:

@@ -70,7 +70,7 @@ def close(connected: dict[int, list[Link]]) -> None:
 
 def test_messages_and_memory_go_both_ways(listener: Listener, arena: Arena) -> None:
     connected = connect_all(listener, arena)
-    offset, memory = arena.lease(1000)
+    offset, memory = arena.allocate(1000)
     memory.fill_(7)
     for rank, (leader, follower) in connected.items():
         assert (leader.rank, follower.rank) == (rank, LEADER)

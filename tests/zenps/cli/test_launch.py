@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import LEASE_SECONDS
-from zenps.cli.supervisor import GRACE_SECONDS, MOST_SCHEDULER_DEATHS
+from zenps.cli.supervisor import GRACE_SECONDS, MAX_SCHEDULER_DEATHS
 from zenps.keys import generate
 
 PYTHON = [sys.executable, "-S", "-c"]
@@ -249,12 +249,12 @@ def test_training_continues_without_a_worker(
 
 
 def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
-    for _ in range(MOST_SCHEDULER_DEATHS + 1):
+    for _ in range(MAX_SCHEDULER_DEATHS + 1):
         os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
         time.sleep(0.5)
     _, err = sleepers.communicate(timeout=60)
     assert sleepers.returncode == 128 + signal.SIGKILL
-    assert err.count("starting it again") == MOST_SCHEDULER_DEATHS
+    assert err.count("starting it again") == MAX_SCHEDULER_DEATHS
     assert_nothing_is_left(zenps)
 
 

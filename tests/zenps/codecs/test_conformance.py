@@ -53,7 +53,7 @@ def check_decodes_or_refuses(codec: Codec, data: bytes, rows: int, span: int) ->
 @given(chunk=chunks())
 def test_round_trip(codec: Codec, chunk: tuple[Positions, int]) -> None:
     positions, span = chunk
-    size = codec.most_bytes(len(positions), span)
+    size = codec.max_bytes(len(positions), span)
     if size > LARGEST_ENCODING_BYTES:
         return
     data = codec.encode(positions, span)
@@ -88,7 +88,7 @@ def test_any_bytes(codec: Codec, data: bytes, rows: int, span: int) -> None:
 def test_bytes_of_the_right_size(codec: Codec, data: st.DataObject) -> None:
     span = data.draw(SPANS)
     rows = data.draw(st.integers(0, min(span, 12)))
-    size = codec.most_bytes(rows, span)
+    size = codec.max_bytes(rows, span)
     if size <= LARGEST_ENCODING_BYTES:
         check_decodes_or_refuses(codec, data.draw(st.binary(min_size=size, max_size=size)), rows, span)
 
@@ -99,7 +99,7 @@ def test_bytes_of_the_right_size(codec: Codec, data: st.DataObject) -> None:
 def test_damaged_encodings(codec: Codec, data: st.DataObject) -> None:
     positions, span = data.draw(chunks())
     rows = len(positions)
-    if codec.most_bytes(rows, span) > LARGEST_ENCODING_BYTES:
+    if codec.max_bytes(rows, span) > LARGEST_ENCODING_BYTES:
         return
     encoded = bytearray(codec.encode(positions, span).tobytes())
     match data.draw(st.sampled_from(["flip", "cut", "grow", "rows", "span", "swap"])):
@@ -166,7 +166,7 @@ def test_the_registry_has_every_codec_of_the_wire() -> None:
 def test_auto_is_the_smallest(rows: int, span: int) -> None:
     rows = min(rows, span)
     chosen = choose("auto", rows, span, 0)
-    sizes = {name: codec.most_bytes(rows, span) for name, codec in CODECS.items()}
+    sizes = {name: codec.max_bytes(rows, span) for name, codec in CODECS.items()}
     least = min(sizes.values())
     assert sizes[chosen.name] == least or least == sizes["delta"] >= (1 - WORTHWHILE) * sizes[chosen.name]
     for name in CODECS:

@@ -16,7 +16,7 @@ SANITIZER = Sanitizer(os.environ.get("ZENPS_HOST_SANITIZER", "none"))
 SOURCES = ROOT / "zenps/kernels/native"
 STRICT = ("-std=c11", "-O2", "-g1", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-trapping-math")
 WARNINGS = ("-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror")
-EAGER = ("-DLEAST_THREAD_BYTES=1", "-DLEAST_ROW_BYTES=0", "-DLEAST_STREAMED_BYTES=0", "-DBLOCK_BYTES=256")
+EAGER = ("-DMIN_THREAD_BYTES=1", "-DMIN_ROW_BYTES=0", "-DMIN_STREAMED_BYTES=0", "-DBLOCK_BYTES=256")
 """Several threads and blocks of sums, and rows that are placed past the caches, for small tensors too."""
 
 TIMEOUT_SECONDS = 120

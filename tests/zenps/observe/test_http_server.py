@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from zenps.observe.http_server import MOST_THREADS
+from zenps.observe.http_server import MAX_THREADS
 
 DEADLINE_SECONDS = 30.0
 SOON_SECONDS = 5.0
@@ -109,10 +109,10 @@ def test_no_number_of_connections_keeps_others_out(
             connections.append(opened.enter_context(served.connect()))
             behave(connections[-1])
             if number % 100 == 0:
-                assert served.count_descriptors() <= before + MOST_THREADS + 1
+                assert served.count_descriptors() <= before + MAX_THREADS + 1
         for _ in range(3):
             for connection in connections:
                 behave(connection)
             assert served.scrape() < SOON_SECONDS
-            assert served.count_descriptors() <= before + MOST_THREADS + 1
+            assert served.count_descriptors() <= before + MAX_THREADS + 1
     assert served.scrape() < SOON_SECONDS

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zenps.observe.lateness import MOST_RANKS, Lateness, latest, stragglers
+from zenps.observe.lateness import MAX_RANKS, Lateness, latest, stragglers
 
 
 def test_of_two_ranks_the_second_is_late() -> None:
@@ -57,4 +57,4 @@ def test_stragglers_are_much_later_than_most() -> None:
 
 def test_few_of_many_are_reported() -> None:
     found = latest({rank: float(rank) for rank in range(4096)})
-    assert [rank for rank, _ in found] == list(range(4095, 4095 - MOST_RANKS, -1))
+    assert [rank for rank, _ in found] == list(range(4095, 4095 - MAX_RANKS, -1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from zenps.errors import ConfigError
-from zenps.observe.recording import MOST_ROWS, Header, Push, concatenate, encode, keep, read, thinned
+from zenps.observe.recording import MAX_ROWS, Header, Push, concatenate, encode, keep, read, thinned
 
 
 def push(rows: list[int], *, step: int = 0, shape: tuple[int, ...] = (100, 8)) -> Push:
@@ -83,7 +83,7 @@ def test_large_pushes_are_thinned_alike(make: Callable[[int], np.ndarray]) -> No
     rows = make(300_000).astype(np.int64)
     halvings, kept = keep(rows)
     left = np.frombuffer(kept, "<i8")
-    assert MOST_ROWS / 3 < len(left) <= MOST_ROWS
+    assert MAX_ROWS / 3 < len(left) <= MAX_ROWS
     assert halvings in (3, 4)
     # What half of the rows leave is what all leave, of that half.
     half = rows[::2]

@@ -143,7 +143,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_trace_ends_at_its_limit_and_logs_that_once(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
-    monkeypatch.setattr(tracing, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(tracing, "MAX_BYTES", 100_000)
     for _ in range(10):
         for step in range(1000):
             with recorder.span("push", tensor="emb", step=step):
@@ -159,7 +159,7 @@ def test_a_trace_ends_at_its_limit_and_logs_that_once(
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
-    monkeypatch.setattr(tracing, "MOST_PENDING", 100)
+    monkeypatch.setattr(tracing, "MAX_PENDING", 100)
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 600)
     recorder = Recorder(tmp_path / "part", "server")
     for number in range(1000):

@@ -280,7 +280,7 @@ def test_the_other_strategies_are_not_balanced() -> None:
 
 
 def test_a_full_cache_drops_the_least_recently_used_layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.partition.layout.MOST_LAYOUTS", 3)
+    monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 3)
     cache = LayoutCache(strategy("balanced"), 11, rebalance(None, [0, 1]), [0, 1], table_bytes=3 * 8 * 1000)
     first, second = cache.get("a", 1000, 1), cache.get("a", 999, 1)
     for rows in range(500, 600):

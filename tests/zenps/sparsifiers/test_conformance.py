@@ -16,7 +16,7 @@ from zenps.config.settings import SparsifierConfig
 from zenps.errors import ConfigError
 from zenps.sparsifiers import Above, Sparsifier, Step, Task, sparsifier_class, sparsifier_names
 from zenps.sparsifiers.base import target
-from zenps.sparsifiers.topk import LEAST_STRIDE
+from zenps.sparsifiers.topk import MIN_STRIDE
 
 torch.set_num_threads(1)
 
@@ -80,13 +80,13 @@ def test_a_density_near_one_is_the_wanted_one(name: str, density: float) -> None
 
 def test_topk_is_exact_where_a_sample_misleads() -> None:
     """The elements of a stride are all small, or all great; or all elements are equal."""
-    strides = (31, LEAST_STRIDE)
+    strides = (31, MIN_STRIDE)
     small, great = (torch.stack([drawn(200_000)] * len(strides)) for _ in range(2))
     for stride, few, many in zip(strides, small, great, strict=True):
         few[::stride] *= 1e-6
         many[::stride] += 5
     few_great = torch.zeros(200_000)
-    few_great[::LEAST_STRIDE] = 5
+    few_great[::MIN_STRIDE] = 5
     equal = torch.ones(200_000), torch.zeros(200_000)
     for values in (*small, *great, few_great, *equal, drawn(200_000) ** 7):
         found = indices(make("topk", len(values)), values)

@@ -13,7 +13,7 @@ from zenps.wire import connections as module
 from zenps.wire.connections import Connections
 from zenps.wire.sockets import MAX_FRAMES, Socket, bind_router, context, receive_routed
 
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 SECONDS = 10.0
 
 
@@ -21,7 +21,7 @@ SECONDS = 10.0
 def router() -> Iterator[tuple[Socket, str, Connections]]:
     with context() as ctx:
         socket, address = bind_router(ctx, "127.0.0.1", 0, 1 << 20)
-        yield socket, address, Connections(socket, MOST_BYTES)
+        yield socket, address, Connections(socket, MAX_BYTES)
 
 
 def look_until_cut(connections: Connections) -> list[str]:
@@ -63,7 +63,7 @@ def test_who_sends_whole_messages_stays(router: tuple[Socket, str, Connections])
     socket, address, connections = router
     with connected(address) as peer:
         for _ in range(10):
-            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+            peer.sendall(frame(bytes(MAX_BYTES // 2), MORE) + frame(b""))
             connections.on_message(take(socket)[0])
             assert connections.cut_endless() == []
 
@@ -92,7 +92,7 @@ def test_a_peer_may_hang_up_while_it_is_looked_at(router: tuple[Socket, str, Con
 def test_who_does_not_end_a_message_is_cut(router: tuple[Socket, str, Connections]) -> None:
     socket, address, connections = router
     with connected(address) as bystander, connected(address) as peer:
-        peer.sendall(frame(bytes(MOST_BYTES), MORE))
+        peer.sendall(frame(bytes(MAX_BYTES), MORE))
         host, port = peer.getsockname()[:2]
         assert look_until_cut(connections) == [f"::ffff:{host}:{port}"]
         assert hung_up(peer)
@@ -111,7 +111,7 @@ def test_whole_messages_that_came_after_the_last_was_taken_are_no_endless_messag
             busy.sendall(frame(b"small"))
             connections.on_message(take(socket)[0])
         for _ in range(4):
-            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+            peer.sendall(frame(bytes(MAX_BYTES // 2), MORE) + frame(b""))
             busy.sendall(frame(b"small"))
         time.sleep(0.1)
         assert connections.cut_endless() == []
@@ -125,7 +125,7 @@ def test_an_endless_message_is_cut_at_the_second_look_though_others_speak_on(
 ) -> None:
     socket, address, connections = router
     with connected(address) as busy, connected(address) as peer:
-        peer.sendall(frame(bytes(2 * MOST_BYTES), MORE))
+        peer.sendall(frame(bytes(2 * MAX_BYTES), MORE))
         time.sleep(0.1)
         cut = []
         for _ in range(2):
@@ -154,7 +154,7 @@ def test_looks_take_a_hundredth_of_the_time_at_most(
 
     monkeypatch.setattr(module, "_bytes_received", take_long)
     with connected(address) as peer:
-        peer.sendall(frame(bytes(2 * MOST_BYTES), MORE))
+        peer.sendall(frame(bytes(2 * MAX_BYTES), MORE))
         assert len(look_until_cut(connections)) == 1
     assert len(looks) == 2
     assert 0.35 < looks[1] - looks[0] < SECONDS
@@ -180,7 +180,7 @@ def test_the_whole_of_an_unread_queue_is_no_endless_message(router: tuple[Socket
     socket, address, connections = router
     with connected(address) as peer:
         for _ in range(4):
-            peer.sendall(frame(bytes(MOST_BYTES // 2), MORE) + frame(b""))
+            peer.sendall(frame(bytes(MAX_BYTES // 2), MORE) + frame(b""))
         assert socket.poll(int(1000 * SECONDS))
         time.sleep(0.1)
         assert connections.cut_endless() == []

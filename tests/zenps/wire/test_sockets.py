@@ -8,12 +8,12 @@ from zenps.wire.frames import MAX_ENVELOPE_BYTES
 from zenps.wire.sockets import bind_router, context, open_dealer
 
 
-@pytest.mark.parametrize(("most_bytes", "seconds"), [(MAX_ENVELOPE_BYTES, 10), (MAX_ENVELOPE_BYTES + 1, 60)])
+@pytest.mark.parametrize(("max_bytes", "seconds"), [(MAX_ENVELOPE_BYTES, 10), (MAX_ENVELOPE_BYTES + 1, 60)])
 def test_a_connection_that_carries_tensors_is_not_taken_for_dead_as_soon(
-    most_bytes: int, seconds: int
+    max_bytes: int, seconds: int
 ) -> None:
     with context() as ctx:
-        dealer = open_dealer(ctx, b"peer", most_bytes)
+        dealer = open_dealer(ctx, b"peer", max_bytes)
         for option in (zmq.HEARTBEAT_TIMEOUT, zmq.HEARTBEAT_TTL):
             assert dealer.getsockopt(option) == 1000 * seconds
 

@@ -43,8 +43,8 @@ class Follower(HostRounds):
     def _publish(self, round_: HostRound) -> None:
         own, form = round_.contribution, round_.form
         rows, size = len(own.rows), form.size_bytes(len(own.rows))
-        offset, round_.lease = self._arena.lease(max(size, 1))
-        form.view(round_.lease[:size], rows).copy_(own)
+        offset, round_.allocation = self._arena.allocate(max(size, 1))
+        form.view(round_.allocation[:size], rows).copy_(own)
         round_.contribution = own._replace(values=own.values[:0])  # shared memory has a copy now
         with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
             self._link.send(Give(round_.name, round_.number, rows, offset, size))
@@ -93,7 +93,7 @@ class Follower(HostRounds):
             # The leader may learn of the negotiation's end first. The tensor stays in flight until it has
             # ended here, too.
             self._servers.wait(lambda: round_.is_negotiated or self.is_over, math.inf)
-            round_.lease = None
+            round_.allocation = None
             self._end(round_, result)
 
     def _round(self, number: int) -> HostRound | None:

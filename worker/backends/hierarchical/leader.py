@@ -31,7 +31,7 @@ SUFFIX = "@hosts"
 GIVE_SECONDS = 30.0
 
 # Characters of the reason of a failure.
-MOST_REASON = 4096
+MAX_REASON = 4096
 
 
 class _Sum(NamedTuple):
@@ -171,7 +171,7 @@ class Leader(HostRounds):
         for loans in self._loans.values():
             loans.collect()
         # An empty sum takes one byte, so that it needs no code of its own.
-        offset, memory = self._arena.lease(max(size, 1))
+        offset, memory = self._arena.allocate(max(size, 1))
         self._adder.copy(chunks, round_.form.view(memory[:size], rows))
         for link in self._links:
             number = round_.numbers[link.rank]
@@ -191,7 +191,7 @@ class Leader(HostRounds):
         if not isinstance(error, UsageError):  # else this rank has left, which the scheduler reports
             for link in self._links:
                 number = round_.numbers[link.rank]
-                self._tell(link, Failed(number, type(error).__name__, str(error)[:MOST_REASON]))
+                self._tell(link, Failed(number, type(error).__name__, str(error)[:MAX_REASON]))
         self._end(round_, error)
 
     def _tell(self, link: Link, message: Take | Failed) -> None:

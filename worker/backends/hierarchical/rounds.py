@@ -28,7 +28,7 @@ from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...transport.peer_group import MOST_SECONDS
+from ...transport.peer_group import MAX_SECONDS
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..servers import ServerBackend
@@ -56,7 +56,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         session = host.session
         super().__init__(session, host.servers)
         self._arena = host.arena
-        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        timeout_seconds = session.timeout_seconds + MAX_SECONDS
         self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
         self._pool = BufferPool(POOL_BYTES)
         config = session.config

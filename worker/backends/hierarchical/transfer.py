@@ -171,7 +171,7 @@ class HostRound(NegotiatedRound, kw_only=True):
     """At the leader: each follower's number of this round, by rank."""
     pushed: Pending | None = None
     """The leader's round over servers."""
-    lease: Tensor | None = None
+    allocation: Tensor | None = None
     """Keeps the contribution in shared memory."""
 
     @property

@@ -22,7 +22,7 @@ from ...core.pending import Pending, Waiting
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...transport.peer_group import MOST_SECONDS, Group, GroupError
+from ...transport.peer_group import MAX_SECONDS, Group, GroupError
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
@@ -30,7 +30,7 @@ from ..servers import ServerBackend
 from .transfer import PeerRound, PeerTransfer
 
 # Rounds that rank 0 names in one message at most.
-MOST_AT_ONCE = 32
+MAX_AT_ONCE = 32
 _NONE = -1
 
 # How long the result of a negotiation may take to get here after rank 0 has received it.
@@ -49,7 +49,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
         super().__init__(session, servers)
         self._group = group
-        timeout_seconds = session.timeout_seconds + MOST_SECONDS
+        timeout_seconds = session.timeout_seconds + MAX_SECONDS
         self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
         self._negotiated: dict[int, PeerRound] = {}
         """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this."""
@@ -124,9 +124,9 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
 
     def _agree(self) -> list[int]:
         """Returns the numbers of the rounds to exchange next, once they are negotiated here too."""
-        order = torch.full((MOST_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
+        order = torch.full((MAX_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
-            ready = list(self._negotiated)[:MOST_AT_ONCE]
+            ready = list(self._negotiated)[:MAX_AT_ONCE]
             order[: len(ready)] = torch.tensor(ready, device="cpu")
             self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
             return ready

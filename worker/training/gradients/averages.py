@@ -1,4 +1,4 @@
-"""Averages to come of the gradients that one step has pushed."""
+"""Pending averages: the gradients that one step has pushed, until their averages are there."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Averages:
 
     Attributes:
         handles: of each sparse parameter, and of each bucket of dense ones.
-        partial: those of them of which a part may stay behind, as a residual; the same on all ranks.
-        dense: the sparse parameters whose gradient is dense at present, so that its average has to be.
+        partial: those of ``handles`` whose push may leave a residual behind; the same on all ranks.
+        dense: the sparse parameters whose gradient is dense in this step: their average has to be dense, too.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
     """

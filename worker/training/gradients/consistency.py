@@ -13,12 +13,12 @@ class Consistency(ABC):
     """What an optimizer does before and after each step.
 
     Attributes:
-        is_synchronized: whether gradients are those to step with, and backward has not run since.
+        is_synchronized: whether gradients are ready for the step, and backward has not run since.
         step: the number of the step whose gradients backward computes.
         applied: the number of the step whose gradients are applied.
         staleness: how many steps later than they are computed gradients are applied.
         accumulates: whether backward only adds up gradients at present, and pushes none.
-        announce: called before a step ends, with whether all ranks drop it, inside :func:`zenps.join`.
+        announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
     """
 
     is_synchronized = False
@@ -40,7 +40,7 @@ class Consistency(ABC):
 
     @property
     def is_of_this_world(self) -> bool:
-        """Whether the world that this process is in has rounds of this optimizer, as far as it matters."""
+        """False if this optimizer has rounds only in a world that this process has left."""
         return True
 
     @property

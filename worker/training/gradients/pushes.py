@@ -53,7 +53,7 @@ class GradientPushes:
         self._momentum = momentum
         self._residuals = Residuals()
         self._dense: set[Parameter | Bucket] = set()
-        """Parameters whose gradients ranks agreed are sparse, and are dense at present."""
+        """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
 
     def begin_anew(self) -> None:
         """Forgets what ranks agreed on step by step: one that has joined does not know it."""
@@ -79,10 +79,10 @@ class GradientPushes:
             self.push_bucket(bucket, scale)
 
     def push_again(self) -> None:
-        """Drops what any rank has computed again since it was pushed, and pushes it again.
+        """Drops each pushed gradient that backward has changed since on any rank, and pushes it again.
 
-        Only ranks that have computed something again know of it. So a rank that alone has waits for the
-        others until the deadline.
+        Only ranks with an outdated gradient call this. If one rank alone does, it waits for the others until
+        the deadline.
         """
         owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
         outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")
@@ -140,7 +140,7 @@ class GradientPushes:
         if world.sparsification is not None and world.sparsification.covers(request):
             self.sparsified.update(bucket.parameters)
             name = world.residual_name(request)
-            # Of the ranks of a host with two levels, one has the residual of all.
+            # With hierarchical reduction, only the leader of a host has a residual.
             if name is not None and (residual := self._residuals.peek(name)) is not None:
                 bucket.add_presence(fused, residual.view(-1))
         self._begin(bucket, request)

@@ -18,8 +18,8 @@ from zenps.wire.tensors import tensor_bytes
 _Hash = int | Tensor
 """On a device the hash stays there, as a tensor, so that the host need not wait for it."""
 
-# A device sums the words of a gradient in so many columns: edits that leave one sum as it was do not leave
-# all of them so. A prime, so that columns do not coincide with the rows of a layer.
+# The hash on a device: the sums of this many columns of words. An edit that leaves one sum unchanged hardly
+# leaves all of them unchanged. It is a prime, so that columns do not coincide with the rows of a layer.
 _COLUMNS = 1021
 
 # Sums are int64, and words narrower: of words of 64 bits, an even number of flipped signs would add up to 0.

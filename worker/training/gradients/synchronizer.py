@@ -34,8 +34,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 STEPS_PER_DROP = 100
-"""If more steps are thrown away than one in so many, gradients wait for ``step()``: then none are pushed in
-vain.
+"""If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
+none are pushed in vain.
 """
 
 
@@ -89,7 +89,7 @@ class GradientSynchronizer(Consistency):
         self._earlier: deque[Averages] = deque()
         """Of the ``staleness`` steps before, oldest first."""
         self._is_agreed = True
-        """Whether the others do the same with the step that ends."""
+        """False if the ranks have announced different things for the step that ends."""
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         self._watch(self._agreement.names)
@@ -214,7 +214,7 @@ class GradientSynchronizer(Consistency):
         except UsageError:
             self._is_refused = True
             raise
-        # Not what is in flight on this rank: another one may have used other parameters.
+        # Decided by what all ranks know, not by this rank's pushes: others may have used other parameters.
         if self._pushes_early and self._agreement.is_known:
             return self.drop_together()
         self._begin_step()

@@ -16,7 +16,7 @@ from zenps.errors import ConfigError
 from zenps.observe.recording import read
 from zenps.schemes.traffic import Links
 
-from .planner import DOUBLINGS, MOST_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
+from .planner import DOUBLINGS, MAX_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
 from .plots import check_plots, write_plots
 from .printed import show_plan
 from .profile import FEWEST_SAMPLES, profiles
@@ -121,9 +121,9 @@ def _write(request: Request, plan: Plan) -> None:
 def _counts(given: str | None, workers: int) -> list[int]:
     """The number of workers to plan for, then others for comparison."""
     if given is not None:
-        return [_integer("--workers", text, 2, MOST_WORKERS) for text in given.split(",")]
-    if workers > MOST_WORKERS:
-        raise ConfigError("cluster.workers", workers, f"at most {MOST_WORKERS} to plan for, or --workers")
+        return [_integer("--workers", text, 2, MAX_WORKERS) for text in given.split(",")]
+    if workers > MAX_WORKERS:
+        raise ConfigError("cluster.workers", workers, f"at most {MAX_WORKERS} to plan for, or --workers")
     planned = workers if workers > 1 else USUAL_WORKERS
     return [planned, *(count for count in DOUBLINGS if count > planned)]
 

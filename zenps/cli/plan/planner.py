@@ -26,8 +26,8 @@ DEFAULT: Final = SyncConfig().scheme
 MARGIN: Final = 1.05
 """The factor is above 1 because the formulas leave out CPU time and extrapolate unions."""
 
-MOST_WORKERS: Final = 1024
-DOUBLINGS: Final = tuple(1 << level for level in range(1, MOST_WORKERS.bit_length()))
+MAX_WORKERS: Final = 1024
+DOUBLINGS: Final = tuple(1 << level for level in range(1, MAX_WORKERS.bit_length()))
 
 
 class TensorSummary(Struct, kw_only=True):
@@ -195,7 +195,7 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     below = [count for count in choices if count < workers and choices[count] != choice]
     told = [f"Up to {max(below)} workers, {choices[max(below)]} is ahead."] if below else []
     told += [f"From {above} workers on, {choices[above]} is ahead."] if above is not None else []
-    return " ".join(told) or f"It is the one to take from 2 workers to {MOST_WORKERS}."
+    return " ".join(told) or f"It is the one to take from 2 workers to {MAX_WORKERS}."
 
 
 def _notes(

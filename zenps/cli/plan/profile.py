@@ -22,7 +22,7 @@ FEWEST_SAMPLES: Final = 4
 GRANULES: Final = tuple(1 << bits for bits in range(9))
 """The values of ``sync.granule``."""
 
-MOST_IMBALANCE: Final = 1.05
+MAX_IMBALANCE: Final = 1.05
 """The largest expected load of the fullest server, over its even share, that a granule may cause."""
 
 
@@ -198,7 +198,7 @@ class Profile:
         if not self.is_sparse or self.columns > 1:
             return None
         equal = self._equal_granules
-        even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MOST_IMBALANCE)
+        even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MAX_IMBALANCE)
         return max(even, default=1)
 
     def as_tensor(self, links: Links) -> Tensor:

@@ -28,11 +28,11 @@ from .sources import word_name
 SLOT_TILE = 4096
 """Slots of a tile; ``cuda/hash_compact.cu`` has the same."""
 
-LEAST_SLOTS = 32
+MIN_SLOTS = 32
 """Slots that each parallel and serial memory gets beside its share: few rows are seldom spread evenly."""
 
-MOST_HASHES = 16
-MOST_SLOTS = (1 << 31) - 1
+MAX_HASHES = 16
+MAX_SLOTS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class HashMemory:
     serial_factor: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.hashes <= MOST_HASHES:
-            raise ConfigError("hash_memory.hashes", self.hashes, f"1 to {MOST_HASHES}")
+        if not 1 <= self.hashes <= MAX_HASHES:
+            raise ConfigError("hash_memory.hashes", self.hashes, f"1 to {MAX_HASHES}")
         for name in ("parallel_factor", "serial_factor"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
@@ -218,11 +218,11 @@ def _new_table(bounds: Sequence[int], positions: Tensor, expected: int, memory: 
     # One slot for each position is always enough.
     parallel = min(math.ceil(memory.parallel_factor * expected), size)
     serial = min(math.ceil(memory.parallel_factor * memory.serial_factor * expected), size)
-    count = parallel + serial + 2 * servers * LEAST_SLOTS
-    if count > MOST_SLOTS:
-        raise TensorError(f"a hash memory of {count} slots: expected at most {MOST_SLOTS}; use sort_compact")
+    count = parallel + serial + 2 * servers * MIN_SLOTS
+    if count > MAX_SLOTS:
+        raise TensorError(f"a hash memory of {count} slots: expected at most {MAX_SLOTS}; use sort_compact")
     starts = [
-        (bound * parallel // size + number * LEAST_SLOTS, bound * serial // size + number * LEAST_SLOTS)
+        (bound * parallel // size + number * MIN_SLOTS, bound * serial // size + number * MIN_SLOTS)
         for number, bound in enumerate(bounds)
     ]
     cuts = [starts[0][0] + starts[0][1]]

@@ -12,7 +12,7 @@ from .sources import position_name
 
 INTEGERS = (torch.int32, torch.int64)
 
-MOST_BLOCKS = 1024
+MAX_BLOCKS = 1024
 """About as many as run at once: where there is more to do, a block goes on."""
 
 
@@ -89,4 +89,4 @@ def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) ->
 
 
 def _blocks(numbers: int) -> int:
-    return min(grid_of(numbers), MOST_BLOCKS)
+    return min(grid_of(numbers), MAX_BLOCKS)

@@ -1,4 +1,4 @@
-"""Rows on a device, with a count that the host does not know yet, and what it is told about them."""
+"""Compacted rows on a device, whose count the host does not know yet, and the header that reports it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ typedef double __attribute__((aligned(1), may_alias)) Double;
 typedef uint32_t __attribute__((aligned(1), may_alias)) SingleBits;
 typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its sums wrap around; or a double's bits */
 
-/* Of what is added at a time; the compiler makes several of it where registers are narrower. */
+/* Bytes that are added at a time. Where registers are narrower, the compiler uses several. */
 #define VECTOR_BYTES 32
 
 /* Columns of 16-bit floats that are made float32 at a time. */
@@ -38,14 +38,14 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) Unsigned; /* int64: its 
 
 /* Places are fetched so far ahead: about as many lines as a core waits for at a time. */
 #define AHEAD_BYTES (20 * LINE_BYTES)
-#define LEAST_AHEAD 4
-#define MOST_AHEAD 64
+#define MIN_AHEAD 4
+#define MAX_AHEAD 64
 
 INLINE int64_t rows_ahead(int64_t row_bytes) {
-    if (row_bytes * MOST_AHEAD <= AHEAD_BYTES)
-        return MOST_AHEAD;
+    if (row_bytes * MAX_AHEAD <= AHEAD_BYTES)
+        return MAX_AHEAD;
     int64_t rows = AHEAD_BYTES / row_bytes;
-    return rows > LEAST_AHEAD ? rows : LEAST_AHEAD;
+    return rows > MIN_AHEAD ? rows : MIN_AHEAD;
 }
 
 INLINE void fetch(const char *place, int64_t bytes) {

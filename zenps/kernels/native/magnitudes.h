@@ -21,7 +21,7 @@ TARGET INLINE uint32_t FOR_DTYPE(mark_few)(const GIVEN *elements, int64_t count,
 
 /* The same of a whole BLOCK. In most there is none. */
 TARGET INLINE uint32_t FOR_DTYPE(mark_block)(const GIVEN *elements, BITS least) {
-    /* The processor fetches too by itself, but not while it waits for a branch that it has mispredicted. */
+    /* The hardware prefetcher does this, too, but not while the core recovers from a mispredicted branch. */
     for (size_t offset = 0; offset < BLOCK * sizeof *elements; offset += LINE_BYTES)
         __builtin_prefetch((const char *)elements + FETCHED_AHEAD + offset);
 #ifdef HAS_F16C
@@ -158,7 +158,8 @@ TARGET static void FOR_DTYPE(count_edges)(const void *values, int64_t count, con
         uint32_t marks = FOR_DTYPE(mark_next)(elements + begin, count - begin, least);
         for (; marks; marks &= marks - 1) {
             BITS magnitude = FOR_DTYPE(magnitude_of)(elements[begin + __builtin_ctz(marks)]);
-            /* What others have written there since it was marked is above all edges, if it is below the first. */
+            /* Another thread may have changed the element since it was marked. A magnitude below the first edge wraps
+               around, and counts as above all edges. */
             BITS cell = (BITS)(magnitude - least) >> shift;
             int32_t edge = reached[cell < cells ? cell : cells];
             while (edge < number && edges[edge] <= magnitude)

@@ -1,6 +1,6 @@
-"""Magnitudes of dense floats: which elements are great, and how many; in C where it was built, else by NumPy.
+"""Selection by magnitude: finds, ranks and counts elements of a dense array; in C where built, else by NumPy.
 
-NaN is above all magnitudes. So it reaches every bound, and comes first, beside infinity.
+NaN counts as larger than all magnitudes: it reaches every threshold, and is ranked first, beside infinity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHUNK = 1 << 14
 # Elements that are found at first, before memory is taken for all that there are.
 FEW = 1 << 12
 
-# Room for elements among which the greatest are chosen: the more, the seldomer are they chosen anew.
+# Capacity of the buffer of candidates, relative to the wanted elements: a larger buffer is pruned less often.
 SURPLUS = 3
 
 BITS: Final[dict[np.dtype[Any], type[np.int32 | np.int64]]] = {

@@ -40,7 +40,7 @@ typedef struct {
 } Plan;
 
 /* Rows of all parts: ranks have 31 bits. */
-#define MOST_ROWS ((int64_t)1 << 31)
+#define MAX_ROWS ((int64_t)1 << 31)
 
 /* Fills in the plan from `rows` to `rank_bytes`. */
 void zenps_measure(const Part *parts, Plan *plan);

@@ -10,7 +10,7 @@
 /* In a span of more keys for each row, to sort is faster: benchmarks/bench_kernels.py measures it. */
 #define SPAN_PER_ROW 32
 
-#define MOST_DIGIT_BITS 11
+#define MAX_DIGIT_BITS 11
 
 static int64_t rounded_up(int64_t bytes) {
     return (bytes + LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
@@ -39,8 +39,8 @@ static void *table_in(const Plan *plan, const void *memory) {
 static void choose(Plan *plan) {
     int64_t wanted = plan->method, rows = plan->rows;
     uint64_t width = width_of(plan);
-    int has_bitmap = rows < MOST_ROWS && width < FIRST;
-    int has_radix = rows < MOST_ROWS && bits_of(width) + bits_of((uint64_t)rows) <= 64;
+    int has_bitmap = rows < MAX_ROWS && width < FIRST;
+    int has_radix = rows < MAX_ROWS && bits_of(width) + bits_of((uint64_t)rows) <= 64;
     int is_dense = has_bitmap && (int64_t)width <= SPAN_PER_ROW * rows;
     if (wanted == BITMAP ? has_bitmap : is_dense && wanted != RADIX)
         plan->method = BITMAP;
@@ -108,7 +108,7 @@ static int pack(const Part *parts, const Plan *plan, int row_bits, uint64_t *pac
 
 /* One pass: moves words to the places that `bits` from `shift` on give them, and keeps the order of equal ones. */
 static void distribute(const uint64_t *from, uint64_t *to, int64_t rows, int shift, int bits) {
-    uint32_t places[1 << MOST_DIGIT_BITS] = {0};
+    uint32_t places[1 << MAX_DIGIT_BITS] = {0};
     uint64_t mask = ((uint64_t)1 << bits) - 1;
     for (int64_t row = 0; row < rows; ++row)
         ++places[from[row] >> shift & mask];
@@ -125,7 +125,7 @@ static void distribute(const uint64_t *from, uint64_t *to, int64_t rows, int shi
 /* Leaves the unique offsets at the beginning of `packed`. */
 static int rank_by_radix(const Part *parts, Plan *plan, uint32_t *ranks, uint64_t *packed) {
     int row_bits = bits_of((uint64_t)plan->rows), bits = bits_of(width_of(plan));
-    int most = plan->rows < 4096 ? 8 : MOST_DIGIT_BITS;
+    int most = plan->rows < 4096 ? 8 : MAX_DIGIT_BITS;
     int passes = (bits + most - 1) / most;
     uint64_t *from = packed + (passes % 2 ? plan->rows : 0), *to = packed + (passes % 2 ? 0 : plan->rows);
     if (pack(parts, plan, row_bits, from))

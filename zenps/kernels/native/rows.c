@@ -14,21 +14,21 @@
 #endif
 
 /* Below so many bytes a thread costs more than it saves: 30 µs to start and to join. */
-#ifndef LEAST_THREAD_BYTES
-#define LEAST_THREAD_BYTES ((int64_t)1 << 20)
+#ifndef MIN_THREAD_BYTES
+#define MIN_THREAD_BYTES ((int64_t)1 << 20)
 #endif
 
 /* Each thread looks at the ranks of all rows: of shorter ones, two threads take longer than one. */
-#ifndef LEAST_ROW_BYTES
-#define LEAST_ROW_BYTES 128
+#ifndef MIN_ROW_BYTES
+#define MIN_ROW_BYTES 128
 #endif
 
-#define MOST_THREADS 64
+#define MAX_THREADS 64
 
 /* Results of so many bytes do not fit into the caches near a core, so rows are placed past them: in two thirds to three
  * quarters of the time, since the lines that they replace are not read. Below, the reader of the result would wait. */
-#ifndef LEAST_STREAMED_BYTES
-#define LEAST_STREAMED_BYTES ((int64_t)8 << 20)
+#ifndef MIN_STREAMED_BYTES
+#define MIN_STREAMED_BYTES ((int64_t)8 << 20)
 #endif
 
 static const int64_t SUMMED_BYTES[DTYPES] = {4, 4, 4, 8, 8, 1};
@@ -57,9 +57,9 @@ static int64_t block_rows(const Plan *plan, int64_t rows) {
 }
 
 static int64_t threads_of(const Plan *plan, int64_t row_bytes) {
-    int64_t bytes = row_bytes < LEAST_ROW_BYTES ? 0 : plan->rows * row_bytes;
-    int64_t most = bytes / LEAST_THREAD_BYTES < plan->threads ? bytes / LEAST_THREAD_BYTES : plan->threads;
-    most = most < MOST_THREADS ? most : MOST_THREADS;
+    int64_t bytes = row_bytes < MIN_ROW_BYTES ? 0 : plan->rows * row_bytes;
+    int64_t most = bytes / MIN_THREAD_BYTES < plan->threads ? bytes / MIN_THREAD_BYTES : plan->threads;
+    most = most < MAX_THREADS ? most : MAX_THREADS;
     most = most < plan->unique ? most : plan->unique;
     return most > 1 ? most : 1;
 }
@@ -154,7 +154,7 @@ static void *run_sum(void *argument) {
 
 static int is_streamed(const Plan *plan, const void *placed) {
     int has_whole_lines = plan->columns % LINE_BYTES == 0 && (uintptr_t)placed % LINE_BYTES == 0;
-    return has_whole_lines && plan->unique * plan->columns >= LEAST_STREAMED_BYTES;
+    return has_whole_lines && plan->unique * plan->columns >= MIN_STREAMED_BYTES;
 }
 
 static void *run_place(void *argument) {
@@ -175,8 +175,8 @@ static void *run_place(void *argument) {
 /* ── all threads ───────────────────────────────────────────────────────────────────────────────────────────── */
 
 static void run(void *(*work)(void *), Task *tasks, int64_t threads) {
-    pthread_t started[MOST_THREADS];
-    int is_started[MOST_THREADS] = {0};
+    pthread_t started[MAX_THREADS];
+    int is_started[MAX_THREADS] = {0};
     for (int64_t thread = 1; thread < threads; ++thread)
         is_started[thread] = !pthread_create(&started[thread], 0, work, &tasks[thread]);
     work(&tasks[0]);
@@ -191,7 +191,7 @@ void zenps_sum(const Part *parts, const Plan *plan, const void *ranked, void *me
     zenps_keys(plan, ranked, keys);
     if (!plan->unique || !plan->columns)
         return;
-    Task tasks[MOST_THREADS];
+    Task tasks[MAX_THREADS];
     int64_t threads = sum_threads(plan);
     for (int64_t thread = 0; thread < threads; ++thread) {
         char *own = (char *)memory + thread * task_bytes(plan, threads);
@@ -207,7 +207,7 @@ void zenps_place(const Part *parts, const Plan *plan, const void *ranked, int64_
     zenps_keys(plan, ranked, keys);
     if (!plan->unique || !plan->columns)
         return;
-    Task tasks[MOST_THREADS];
+    Task tasks[MAX_THREADS];
     int64_t threads = threads_of(plan, plan->columns);
     for (int64_t thread = 0; thread < threads; ++thread)
         tasks[thread] = (Task){

@@ -1,7 +1,7 @@
 /* Look-up of rows and positions in the tables of a layout. */
 #include "native.h"
 
-/* Numbers ahead whose entries are fetched: a fifth to a third of the time where the table is not in the cache. */
+/* Entries are prefetched this many numbers ahead, for tables larger than the cache. */
 #define AHEAD 32
 
 int64_t zenps_look_up(const int32_t *table, int64_t bits, int64_t total, const Key *numbers, int64_t count, int64_t *found) {

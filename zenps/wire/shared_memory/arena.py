@@ -92,18 +92,18 @@ class Arena:
         self._pools.append(pool)
         return pool
 
-    def lease(self, size_bytes: int) -> tuple[int, Tensor]:
+    def allocate(self, size_bytes: int) -> tuple[int, Tensor]:
         """Uninitialised memory: its offset in the file, and a uint8 tensor ``[size_bytes]``, at least 1.
 
         Raises:
             TensorError: the arena is full.
         """
-        memory = self.pool.lease(size_bytes)
+        memory = self.pool.allocate(size_bytes)
         return memory.data_ptr() - self._base, memory
 
     def copy(self, data: memoryview, *, is_pooled: bool = True) -> memoryview:
         """A copy of ``data``, at least 1 byte, in this arena; if ``is_pooled``, its memory is used again."""
-        copy = (self.pool if is_pooled else self._unpooled).lease(data.nbytes).numpy()
+        copy = (self.pool if is_pooled else self._unpooled).allocate(data.nbytes).numpy()
         copy[:] = np.frombuffer(data, np.uint8)
         return copy.data
 

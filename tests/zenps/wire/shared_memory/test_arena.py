@@ -33,8 +33,8 @@ def taken_bytes(arena: Arena) -> int:
 
 def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
     window = Window(arena.fd)
-    offset, memory = arena.lease(10_000)
-    other, _ = arena.lease(10_000)
+    offset, memory = arena.allocate(10_000)
+    other, _ = arena.allocate(10_000)
     memory.fill_(7)
     seen = tensor_from_bytes(window.read(offset, 10_000), torch.uint8, (10_000,))
     assert torch.equal(seen, memory)
@@ -42,26 +42,26 @@ def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
     assert seen[0] == 8, "a copy"
     assert other != offset
     del memory
-    again, _ = arena.lease(10_000)
+    again, _ = arena.allocate(10_000)
     assert again == offset
 
 
 def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
     for _ in range(3):
-        offset, memory = arena.lease(8 * MIB)
+        offset, memory = arena.allocate(8 * MIB)
         memory.fill_(1)
         assert 8 * MIB <= taken_bytes(arena) < 9 * MIB
         del memory
         run_finalizers()
         assert taken_bytes(arena) == 0
-    again, memory = arena.lease(8 * MIB)
+    again, memory = arena.allocate(8 * MIB)
     assert again == offset
     assert not torch.any(memory)
 
 
 def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
     window, ended = Window(arena.fd), []
-    offset, memory = arena.lease(100_000)
+    offset, memory = arena.allocate(100_000)
     memory.fill_(7)
     own = tensor_from_bytes(
         window.map_private(offset + 100, 90_000, ended.append, "one"), torch.uint8, (90_000,)
@@ -85,7 +85,7 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
 
 def test_private_ranges_keep_no_descriptors(arena: Arena) -> None:
     window = Window(arena.fd)
-    offset, memory = arena.lease(MIB)
+    offset, memory = arena.allocate(MIB)
     memory.fill_(7)
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
@@ -113,7 +113,7 @@ def test_a_mapping_ends_with_its_last_reference(arena: Arena) -> None:
 
 
 def test_a_small_range_is_copied_and_given_back_at_once(arena: Arena) -> None:
-    offset, memory = arena.lease(8192)
+    offset, memory = arena.allocate(8192)
     memory.fill_(7)
     ended: list[str] = []
     own = Window(arena.fd).map_private(offset, 8192, ended.append, "one")
@@ -124,23 +124,23 @@ def test_a_small_range_is_copied_and_given_back_at_once(arena: Arena) -> None:
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 8192])
 def test_the_smallest_are_ones_own_too(arena: Arena, size_bytes: int) -> None:
-    offset, memory = arena.lease(8192)
+    offset, memory = arena.allocate(8192)
     memory.fill_(7)
     own = Window(arena.fd).map_private(offset, size_bytes, lambda: None)
     assert bytes(own) == b"\7" * size_bytes
 
 
 def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
-    offset, memory = arena.lease(8 * MIB)
+    offset, memory = arena.allocate(8 * MIB)
     memory.fill_(7)
     own = Window(arena.fd).map_private(offset, 8 * MIB, lambda: None)
     closing = Arena(keep_bytes=0)
-    offset, lease = closing.lease(MIB)
-    lease.fill_(9)
+    offset, allocation = closing.allocate(MIB)
+    allocation.fill_(9)
     seen = Window(closing.fd).map_private(offset, MIB, lambda: None)
     closing.close()
     closing.close()
-    del lease, closing
+    del allocation, closing
     assert set(bytes(seen)) == {9}
     if os.fork() == 0:  # as DataLoader does
         del memory
@@ -158,7 +158,7 @@ def test_an_offset_outside_is_refused(arena: Arena, read: Callable[..., memoryvi
 
 
 def test_it_has_no_name(arena: Arena) -> None:
-    arena.lease(MIB)
+    arena.allocate(MIB)
     assert os.readlink(f"/proc/self/fd/{arena.fd}") == "/memfd:zenps (deleted)"
 
 

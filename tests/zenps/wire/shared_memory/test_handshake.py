@@ -89,7 +89,7 @@ def test_each_side_gets_the_others_message_and_memory(
     data, window = receive(socket)
     assert data == b"welcome"
     for written, seen in ((own, window), (arena, caller.window)):
-        offset, memory = written.lease(1000)
+        offset, memory = written.allocate(1000)
         memory.fill_(written.fd % 251)
         assert set(seen.read(offset, 1000)) == {written.fd % 251}
     own.close()
