@@ -8,12 +8,13 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from socket import gethostname
 from typing import Final
 
 import msgspec
 
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import DeadlineError
+from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
 from zenps.wire.scheduler_messages import Status
 
@@ -265,15 +266,23 @@ class Supervisor:
         return cause if cause.exit_code else failed
 
     def _status(self) -> Status | None:
-        """Asks the scheduler for the status. None if the scheduler has ended or does not answer."""
+        """Asks the scheduler for the status. None if it has ended, does not answer, or refuses our key."""
         return self._ask(fetch)
 
     def _report_end(self, ended: Process) -> Status | None:
         """Reports the end of a server or worker, so that nobody waits for its lease.
 
-        Returns what :meth:`_status` does, afterwards.
+        Another process may have its rank, as one has that replaces a server which was stopped. It is not
+        reported. Returns what :meth:`_status` does, afterwards.
         """
         role, _, rank = ended.name.partition(" ")
+        status = self._status()
+        nodes = status.nodes if status is not None else ()
+        here = [
+            node for node in nodes if (node.role, node.rank, node.host) == (role, int(rank), gethostname())
+        ]
+        if not all(ended.is_gone(node.pid) for node in here):
+            return status
         return self._ask(partial(report_end, "server" if role == "server" else "worker", int(rank)))
 
     def _ask(self, question: Callable[[ClusterConfig, float, Keys | None], Status]) -> Status | None:
@@ -283,6 +292,9 @@ class Supervisor:
         try:
             return question(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
         except DeadlineError:
+            return None
+        except ConfigError as error:  # the operator's key was revoked, or its file is being replaced
+            self._say(f"the scheduler cannot be asked: {error}")
             return None
 
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
@@ -303,6 +315,7 @@ class Supervisor:
         number = self._signals.pop(0)
         began = time.monotonic() if began is None else began
         self._grace_ends = began + GRACE_SECONDS if self._signals else float("inf")
+        self._output.limit(began + GRACE_SECONDS)
         # Workers first: a server or the scheduler should not tell them first that it ends.
         for process in reversed(self._processes):
             process.signal(number)
