@@ -16,6 +16,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
+from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
@@ -275,15 +276,16 @@ class Supervisor:
         Another process may have its rank, as one has that replaces a server which was stopped. It is not
         reported. Returns what :meth:`_status` does, afterwards.
         """
-        role, _, rank = ended.name.partition(" ")
+        name, _, rank = ended.name.partition(" ")
+        role: Role = "server" if name == "server" else "worker"
         status = self._status()
-        nodes = status.nodes if status is not None else ()
-        here = [
-            node for node in nodes if (node.role, node.rank, node.host) == (role, int(rank), gethostname())
-        ]
-        if not all(ended.is_gone(node.pid) for node in here):
-            return status
-        return self._ask(partial(report_end, "server" if role == "server" else "worker", int(rank)))
+        if status is None:
+            return None
+        for node in status.nodes:
+            is_here = (node.role, node.rank, node.host) == (role, int(rank), gethostname())
+            if is_here and not ended.is_gone(node.pid):
+                return status
+        return self._ask(partial(report_end, role, int(rank)))
 
     def _ask(self, question: Callable[[ClusterConfig, float, Keys | None], Status]) -> Status | None:
         if not self._address:

@@ -280,6 +280,7 @@ def test_a_server_that_has_replaced_a_stopped_one_stays(zenps: Any, tmp_path: Pa
     assert popen.returncode == 0
 
 
+@pytest.mark.long
 def test_training_that_went_well_ends_well_without_the_operator_s_key(zenps: Any, tmp_path: Path) -> None:
     """The key was revoked meanwhile."""
     generate(tmp_path / "keys", workers=1, servers=1)
@@ -292,7 +293,6 @@ def test_training_that_went_well_ends_well_without_the_operator_s_key(zenps: Any
     done = zenps("launch", "--workers", "1", *sets, "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     assert "launch    | the scheduler cannot be asked: " in done.stderr
-    assert "sending" not in done.stderr
 
 
 def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
@@ -397,6 +397,7 @@ def test_reader_of_the_output_leaves(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
+@pytest.mark.long
 def test_output_that_nobody_reads_delays_no_end(zenps: Any, tmp_path: Path) -> None:
     script = (
         "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('up', 'w')\n"
