@@ -269,7 +269,8 @@ def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> 
     from .plan.recorded import record
 
     own = [f"cluster.workers={workers}", "cluster.servers=1", "cluster.scheduler=", "sync.scheme=zenps"]
-    own += ["sync.trace=", "security.keys=", "security.secret="]
+    own += ["cluster.host=", "cluster.server_port=0", "metrics.port=-1", "status.port=-1"]
+    own += ["sync.consistency=bsp", "sync.trace=", "security.keys=", "security.secret="]
     args.set = [*args.set, *own]
     loaded = _load(args)
     return record(loaded.config, args.command, _environment(args, loaded), steps, trace)
