@@ -9,7 +9,7 @@ import torch
 from zenps.codecs.base import Positions
 from zenps.codecs.registry import BY_SPAN, CODECS, choose
 from zenps.errors import ProtocolError
-from zenps.wire.fields import MAX_FRAGMENTS
+from zenps.wire.fields import MAX_RESULT_FRAGMENTS
 from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
@@ -71,7 +71,7 @@ class SparseReducer(Reducer[SparsePayload]):
         row_bytes = values.nbytes // max(len(union), 1)
         # Half a message, as for pushes: the rest is for bitmaps and the envelope.
         most_rows = max(self._max_message_bytes // 2 // (row_bytes + POSITION_BYTES), 1)
-        cuts = cut_fragments(0, len(union), most_rows)
+        cuts = cut_fragments(0, len(union), most_rows, MAX_RESULT_FRAGMENTS)
         max_rows = self._max_message_bytes // (row_bytes + POSITION_BYTES)
         if -(-len(union) // len(cuts)) > max_rows:
             return FailedRound(_too_large(push, len(union), max_rows))
@@ -92,7 +92,7 @@ def _too_large(push: Push, rows: int, max_rows: int) -> Failure:
     """The failure of a round whose sum does not fit into the most messages that a chunk may take."""
     reason = (
         f"tensor {push.tensor!r}, step {push.step}: a sum of {rows} rows on one server, in one chunk: "
-        f"expected at most {MAX_FRAGMENTS} messages of {max_rows} rows; raise cluster.max_message_bytes on "
-        "all nodes, add servers, or push fewer rows at first"
+        f"expected at most {MAX_RESULT_FRAGMENTS} messages of {max_rows} rows; raise "
+        "cluster.max_message_bytes on all nodes, add servers, or push fewer rows at first"
     )
     return Failure(push.ring_epoch, push.tensor, push.step, push.chunk, "size", reason)

@@ -105,7 +105,7 @@ def fragments_of(begin: int, end: int, sharding: Sharding) -> list[tuple[int, in
     Raises:
         TensorError: even the most fragments have more rows than servers take in a message.
     """
-    cuts = cut_fragments(begin, end, sharding.message_rows)
+    cuts = cut_fragments(begin, end, sharding.message_rows, MAX_FRAGMENTS)
     if -(-(end - begin) // len(cuts)) > sharding.max_rows:
         raise TensorError(
             f"a push of {end - begin} rows to one server, in one chunk: expected at most {MAX_FRAGMENTS} "

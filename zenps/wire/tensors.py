@@ -51,13 +51,15 @@ def copied_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def cut_fragments(begin: int, end: int, most_rows: int) -> list[tuple[int, int]]:
+def cut_fragments(
+    begin: int, end: int, most_rows: int, max_fragments: int = MAX_FRAGMENTS
+) -> list[tuple[int, int]]:
     """Divides the rows from ``begin`` up to ``end`` into the fewest fragments of at most ``most_rows``.
 
     Their sizes differ by a row at most. There is one fragment if there are no rows, and there are never more
-    than :data:`~zenps.wire.fields.MAX_FRAGMENTS`: these have more rows then.
+    than ``max_fragments``: these have more rows then.
     """
-    count = min(max(1, -(-(end - begin) // most_rows)), MAX_FRAGMENTS)
+    count = min(max(1, -(-(end - begin) // most_rows)), max_fragments)
     if count == 1:
         return [(begin, end)]
     return list(pairwise([begin + (end - begin) * number // count for number in range(count + 1)]))

@@ -25,7 +25,6 @@ from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
-from zenps.wire import tensors as wire_tensors
 from zenps.wire.fields import MAX_FRAGMENTS
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import Push, Result, ToServer
@@ -470,7 +469,7 @@ def test_a_chunk_of_more_messages_than_can_be_numbered_has_larger_ones(columns: 
 def test_a_chunk_that_the_most_messages_do_not_take_is_refused(
     is_on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire_tensors, "MAX_FRAGMENTS", 4)
+    monkeypatch.setattr("zenps.worker.encode.sparse.MAX_FRAGMENTS", 4)
     tensor = sparse(range(10), torch.ones(10, 1), (10, 1))
     sharding = Sharding(make_layout("balanced", 10, 1, [0], 0), 1, 0, message_rows=1, max_rows=2)
     coder = Unchanged(tensor.dtype)
