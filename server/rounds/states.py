@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
-from zenps.wire.messages import Failure, FromServer, Push
+from zenps.wire.messages import FromServer, Push
 
 from ..reducers.base import Answer, Outcome
 
@@ -133,22 +133,6 @@ class Reply(Struct, frozen=True):
 
 
 Action = Reduce | Reply
-
-
-class FailedRound(Outcome):
-    """The outcome of a round that could not be reduced: every rank is told why."""
-
-    __slots__ = ("_answer",)
-
-    def __init__(self, failure: Failure) -> None:
-        self._answer = Answer(failure)
-
-    @property
-    def size_bytes(self) -> int:
-        return 0
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
 
 
 class ServerRound(Struct, eq=False):

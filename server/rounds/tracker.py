@@ -16,13 +16,12 @@ from zenps.observe.lateness import Lateness
 from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
-from ..reducers.base import Outcome
+from ..reducers.base import FailedRound, Outcome
 from .admission import Admission
 from .history import History
 from .states import (
     MAX_ASK_SECONDS,
     Action,
-    FailedRound,
     FailEvent,
     HeldPush,
     Key,
