@@ -29,6 +29,7 @@ from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
+from zenps.worker.training.gradients import agreement
 from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.world import LocalWorld, World
 
@@ -636,16 +637,75 @@ def test_unfrozen_and_added_parameters_are_pushed(world: FakeWorld) -> None:
 
     model.first.weight.requires_grad_(True)
     optimizer.add_param_group({"params": [late], "lr": 1.0})
-    for step in range(2):
+    for step in range(3):
         before = world.pushed.copy()
         (model.loss() + late.sum()).backward()
-        assert len(names_pushed(world, before)) == 2 + step, "in backward, once ranks have agreed"
+        in_backward = 3 if step == 2 else 2
+        assert len(names_pushed(world, before)) == in_backward, "once a step has counted its passes"
         optimizer.step()
         optimizer.zero_grad()
         assert set(names_pushed(world, before).values()) == {1}
         assert len(names_pushed(world, before)) == 3
-    assert torch.equal(late.detach(), torch.full((3,), -1.0))
+    assert torch.equal(late.detach(), torch.full((3,), -2.0))
     assert not torch.equal(weight, model.first.weight)
+
+
+def step_of_two_passes(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    for _ in range(2):
+        model.loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unfreeze(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.first.weight.requires_grad_(True)
+    step_of_two_passes(model, optimizer)
+
+
+def agree_with_one_that_joins(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    optimizer.adopt_agreement(0)
+
+
+@pytest.mark.parametrize("change", [unfreeze, agree_with_one_that_joins])
+def test_several_passes_go_on_after_a_change_of_ranks_or_parameters(
+    change: Callable[[Model, zps.DistributedOptimizer], None], world: FakeWorld, model: Model
+) -> None:
+    """What a pass before the last had pushed could not be computed again."""
+    world.keeps_residuals = True
+    model.first.weight.requires_grad_(False)
+    optimizer = wrap(model)
+    step_of_two_passes(model, optimizer)
+    change(model, optimizer)
+    for _ in range(2):
+        before = world.pushed.copy()
+        step_of_two_passes(model, optimizer)
+        assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
+
+
+def test_one_that_joins_learns_how_many_passes_there_are(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.keeps_residuals = True
+    optimizer, model_of_other = wrap(model), Model()
+    joined = wrap(model_of_other)
+    step_of_two_passes(model, optimizer)
+    sent: list[object] = []
+
+    def broadcast(value: object, *_: object) -> object:
+        sent.append(value)
+        return sent[0]
+
+    monkeypatch.setattr(agreement, "broadcast_object", broadcast)
+    for each in (optimizer, joined):
+        each.adopt_agreement(0)
+    before = world.pushed.copy()
+    model_of_other.loss().backward()
+    assert not names_pushed(world, before)
+    model_of_other.loss().backward()
+    assert set(names_pushed(world, before).values()) == {1}
+    joined.step()
+    assert world.waited == world.pushed
 
 
 def test_new_parameter_with_the_name_of_another_is_refused(world: FakeWorld, model: Model) -> None:

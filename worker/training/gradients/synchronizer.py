@@ -134,8 +134,7 @@ class GradientSynchronizer(Consistency):
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
-        self._agreement.adopt(root_rank)
-        self._passes = BackwardPasses(self._passes.per_step)
+        self._passes.adopt(self._agreement.adopt(root_rank, self._passes.most))
         self._pushes.begin_anew()
 
     @untraced
@@ -168,6 +167,7 @@ class GradientSynchronizer(Consistency):
             raise self._refuse(f"a new parameter has the name {min(taken)!r} of another; give it its own")
         self._agreement.add(new)
         self._watch(new.values())
+        self._passes.await_count(new.values())
 
     def after_step(self) -> None:
         """Does nothing: all ranks have stepped alike."""
