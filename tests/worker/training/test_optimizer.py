@@ -769,6 +769,28 @@ def test_lbfgs_is_refused(world: FakeWorld, model: Model) -> None:
     assert not world.pushed
 
 
+def test_lbfgs_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which evaluates its closure several times in a step."""
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
+    losses = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+        if is_wrapped:
+            optimizer = zps.DistributedOptimizer(optimizer, model.named_parameters())
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (model(torch.eye(3)) - torch.arange(6.0).view(3, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        losses.append([float(optimizer.step(closure)) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert losses[0][2] < 1e-3 < losses[0][0]
+
+
 def test_it_passes_for_the_wrapped_optimizer(optimizer: zps.DistributedOptimizer) -> None:
     assert isinstance(optimizer, torch.optim.SGD)
     assert isinstance(optimizer, zps.DistributedOptimizer)
