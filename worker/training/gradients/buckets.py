@@ -136,5 +136,7 @@ def clip_factor(buckets: Iterable[Bucket], most_norm: float) -> float:
     if not most_norm:
         return 1.0
     gradients = [each.grad for bucket in buckets for each in bucket.parameters if each.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    # A table that was tied to a dense layer at first may have a sparse one.
+    values = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
+    norm = float(torch.nn.utils.get_total_norm(values)) if values else 0.0
     return min(1.0, most_norm / norm) if norm else 1.0
