@@ -212,8 +212,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ``step()`` on one rank alone, the others step, and weights differ from then on.
 
         Raises:
-            UsageError: called between backward and ``step()``, and gradients were quantized or sparsified:
-                what is left of them would be pushed later.
+            UsageError: called between backward and ``step()``, and gradients were pushed, quantized or
+                sparsified, by backward or :meth:`synchronize`: what is left of them would be pushed later.
         """
         self.drop_step()
         self._inner.zero_grad(set_to_none)

@@ -496,6 +496,10 @@ def test_a_refused_step_is_dropped_and_the_delayed_ones_are_applied(
     assert world.waited == world.pushed
 
 
+def state_of(model: Model) -> dict[str, Tensor]:
+    return {name: each.clone() for name, each in model.state_dict().items()}
+
+
 def names_pushed(world: FakeWorld, before: Counter[str]) -> Counter[str]:
     """How often each gradient was pushed since."""
     pushed = world.pushed - before
@@ -564,6 +568,55 @@ def test_what_left_a_residual_is_neither_pushed_again_nor_thrown_away(
     with pytest.raises(UsageError, match=r"got zero_grad\(\)"):
         optimizer.zero_grad()
     optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
+
+
+def pushes_dropped(world: FakeWorld, before: Counter[str]) -> set[bool]:
+    """Whether the gradients that were pushed since leave residuals as they are."""
+    return {world.requests[name].options.is_dropped for name in names_pushed(world, before)}
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_is_thrown_away_before_it_was_pushed_leaves_residuals_as_they_are(
+    is_refused: bool, world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    for _ in range(2):
+        before, weights = world.pushed.copy(), state_of(model)
+        with optimizer.no_sync():
+            model.loss().backward()
+        if is_refused:
+            nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+            with pytest.raises(UsageError, match="changed since"):
+                optimizer.step()
+        assert not names_pushed(world, before)
+        optimizer.zero_grad()
+        assert pushes_dropped(world, before) == {True}
+        assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+        before = world.pushed.copy()
+        train_one_step(model, optimizer)
+        assert pushes_dropped(world, before) == {False}
+    assert world.waited == world.pushed
+
+
+def test_averages_whose_rest_is_in_residuals_are_thrown_away_by_a_second_call_only(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    for has_second_thoughts in (True, False):
+        bias = model.last.bias.detach().clone()
+        model.loss().backward()
+        optimizer.synchronize()
+        with pytest.raises(UsageError, match=r"step\(\) after synchronize\(\), got zero_grad"):
+            optimizer.zero_grad()
+        before = world.pushed.copy()
+        if has_second_thoughts:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(bias, model.last.bias) != has_second_thoughts
+        assert world.pushed == before
+        assert model.last.bias.grad is None
     train_one_step(model, optimizer)
     assert world.waited == world.pushed
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from ...core.request import Parts
 
 
 class Bucket:
@@ -24,6 +27,7 @@ class Bucket:
 
     Attributes:
         is_on_gpu: True if backward may compute gradients on several streams: see :meth:`note_stream`.
+        parts: the parameters' gradients in the tensor, with their presence elements.
     """
 
     def __init__(
@@ -33,7 +37,10 @@ class Bucket:
         self.parameters = parameters
         self.is_sparsifiable = is_sparsifiable
         self._run = run
-        self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
+        ends = list(accumulate(parameter.numel() for parameter in parameters))
+        self._present_from = -(-ends[-1] // run) * run
+        flags = slice(self._present_from, self._present_from + len(parameters) * run, run)
+        self.parts = Parts(list(pairwise([0, *ends])), flags)
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
         self.is_on_gpu = parameters[0].is_cuda
