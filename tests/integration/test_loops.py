@@ -585,6 +585,20 @@ def test_loops_under_other_settings(settings: dict[str, object]) -> None:
             assert_same(outcome[name], wanted)
 
 
+def run_gan() -> Any:
+    return attempt(gan, Loop(alone=False))
+
+
+def test_a_gan_trains_where_gradients_leave_residuals() -> None:
+    """What it throws away was not pushed before."""
+    settings = {"sync.sparsifier": "topk", "sync.density": 0.1, "sparsifier.least_bytes": 0}
+    with Cluster(settings=settings) as cluster:
+        first, second = cluster.run(run_gan)
+    assert not isinstance(first, Raised), first
+    assert not isinstance(second, Raised), second
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
 def test_ranks_whose_input_has_ended_step_with_the_others(results: list[dict[str, Any]]) -> None:
     wanted = uneven_in_one_process()
     for outcome in results:

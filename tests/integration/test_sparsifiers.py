@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -432,6 +435,94 @@ def test_a_plug_in_that_breaks_fails_its_round_only(kind: str, reason: str) -> N
     for failed, after in results:
         assert (failed.kind, failed.text) == ("UsageError", reason)
         assert after.tolist() == [1, 1, 1]
+
+
+# ── batches that are thrown away ────────────────────────────────────────────────────────────────
+
+
+def float_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+    inputs = torch.randn(16, 40, generator=torch.Generator().manual_seed(100 * step + rank))
+    return nn.functional.cross_entropy(model(inputs), inputs[:, :7].argmax(1))
+
+
+def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights, residuals and what sparsifiers know; but not how often they have pushed."""
+    found = {name: value.clone() for name, value in values_of(model).items()}
+    tables = optimizer._consistency._pushes._residuals._tables
+    found |= {name: table.clone() for name, table in tables.items()}
+    if PROCESS.world.sparsification is not None:
+        for name, state in zps.sparsifier_state_dict()["tensors"].items():
+            found |= {f"{name}: {key}": copy.deepcopy(state[key]) for key in ("sparsifier", "counts")}
+    return found
+
+
+def throw_away(way: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """Everything before and after a batch that is thrown away, and weights some steps later."""
+    model = make_model().float()
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), RATE, momentum=0.5), model.named_parameters()
+    )
+
+    def train_on(steps: range) -> None:
+        for step in steps:
+            for _ in range(2 if way == "a pass of two" else 1):
+                float_loss(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train_on(range(3))
+    before = everything(model, optimizer)
+    with optimizer.no_sync() if way == "no_sync" else contextlib.nullcontext():
+        loss = model[2](torch.ones(1, 300)).sum() if way == "a part" else float_loss(model, 3, zps.rank())
+        (1e6 * loss).backward()
+    optimizer.zero_grad()
+    after = everything(model, optimizer)
+    train_on(range(4, 6))
+    return before, after, values_of(model)
+
+
+def throw_away_in_turn(ways: Sequence[str]) -> dict[str, Any]:
+    return {way: attempt(throw_away, way) for way in ways}
+
+
+BEFORE_THE_PUSH = ("a pass of two", "no_sync", "a part")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        ({"sync.sparsifier": "topk"}, BEFORE_THE_PUSH),
+        ({"sync.sparsifier": "topk", "sync.values": "int8"}, BEFORE_THE_PUSH),
+        ({"sync.sparsifier": "none", "sync.values": "int8"}, BEFORE_THE_PUSH),
+        ({"sync.sparsifier": "exdyna"}, BEFORE_THE_PUSH),
+        ({"sync.sparsifier": "exdyna", "sync.scheme": "agsparse"}, BEFORE_THE_PUSH),
+        ({"sync.sparsifier": "dgc", "sparsifier.clip_norm": 1.0}, (*BEFORE_THE_PUSH, "a pass")),
+    ],
+    ids=str,
+)
+def test_what_is_thrown_away_before_it_is_pushed_leaves_residuals_as_they_are(
+    settings: dict[str, object], ways: Sequence[str]
+) -> None:
+    every = {"sync.density": 0.1, "sparsifier.least_bytes": 0}
+    with Cluster(2, settings=every | settings) as cluster:
+        results = cluster.run(throw_away_in_turn, ways)
+    for way in ways:
+        for found in results:
+            assert not isinstance(found[way], Raised), found[way]
+            before, after, later = found[way]
+            assert any(name.startswith("optimizer") for name in before)
+            torch.testing.assert_close(after, before, rtol=0, atol=0)
+            assert all(torch.equal(later[name], results[0][way][2][name]) for name in later)
+            assert all(value.isfinite().all() and value.abs().max() < 10 for value in later.values())
+
+
+def test_what_was_pushed_is_not_thrown_away() -> None:
+    every = {"sync.sparsifier": "topk", "sync.density": 0.1, "sparsifier.least_bytes": 0}
+    with Cluster(2, settings=every) as cluster:
+        results = cluster.run(throw_away_in_turn, ["a pass"])
+    for found in results:
+        assert found["a pass"].kind == "UsageError"
+        assert "expected step() next, got zero_grad()" in found["a pass"].text
 
 
 # ── momentum correction ─────────────────────────────────────────────────────────────────────────

@@ -243,6 +243,29 @@ def test_drain_between_backward_and_step_is_refused_and_leaves_the_step_as_it_is
     assert "expected it after step()" in found[0].text
 
 
+def train_with_leftovers() -> State:
+    """As a GAN's generator leaves gradients in its critic: in the end, ``join`` throws them away."""
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    with zps.join(optimizer):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, step, zps.rank()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, 0, zps.rank(), 1).backward()
+    optimizer.drain()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_what_join_throws_away_loses_no_step_before(staleness: int) -> None:
+    with Cluster(2, settings=settings(staleness)) as cluster:
+        results = cluster.run(train_with_leftovers)
+    for after in results:
+        assert_same(after, train_in_one_process("sgd", staleness, 2)[1])
+
+
 # ── losses and checkpoints ──────────────────────────────────────────────────────────────────────
 
 

@@ -146,3 +146,26 @@ def test_weights_keep_their_bits_when_a_server_dies(tmp_path: Path) -> None:
             result = worker.result()
             assert result["losses"] == undisturbed[0]["losses"]
             assert_equal(result["weights"], undisturbed[0]["weights"])
+
+
+def train_with_a_pause() -> tuple[Tensor, Tensor, Tensor]:
+    """Of a parameter that a step does not use: what was applied, what is kept, and all gradients."""
+    paused, used = (nn.Parameter(torch.zeros(100)) for _ in range(2))
+    optimizer: Any = zps.DistributedOptimizer(torch.optim.SGD([paused, used], lr=1.0))
+    gradients = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    for uses_both in (True, False, True):
+        optimizer.zero_grad()
+        loss = used @ gradients[1]
+        if uses_both:
+            loss = loss + paused @ gradients[0]
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    (kept,) = optimizer._consistency._pushes._residuals._tables.values()
+    return -paused.detach(), kept[100:200, 0], 2 * gradients[0]  # buckets are filled from the end
+
+
+def test_a_step_that_does_not_use_a_parameter_loses_nothing_of_it() -> None:
+    with Cluster(1, settings={"sync.values": "int8"}) as cluster:
+        ((applied, kept, gradients),) = cluster.run(train_with_a_pause)
+    assert kept.any()
+    torch.testing.assert_close(applied + kept, gradients)

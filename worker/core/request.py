@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,6 +35,18 @@ Purpose = Literal["gradient", "value", "broadcast", "control"]
 pushed by one rank and pulled by all; *control* tensors are messages of ZenPS between ranks."""
 
 
+class Parts(NamedTuple):
+    """The gradients that a dense one consists of.
+
+    Attributes:
+        ranges: of elements, one for each gradient.
+        flags: the elements, one for each gradient, of which 0 says that there is no such gradient.
+    """
+
+    ranges: Sequence[tuple[int, int]]
+    flags: slice
+
+
 class Options(Struct, frozen=True):
     """How a tensor is synchronised. Rounds keep the options, but not the tensor."""
 
@@ -48,6 +61,11 @@ class Options(Struct, frozen=True):
     purpose: Purpose = "value"
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
+    is_dropped: bool = False
+    """True for a gradient that is thrown away: other ranks wait for it, but residuals stay as they are."""
+    parts: Parts | None = None
+    """Of a gradient that is several in one tensor. Without a sparsifier, the residual of a part that has no
+    gradient stays as it is."""
     given: str = ""
     """The description that must be equal on all ranks: that of the caller's tensor (:func:`describe`) if a
     transform has replaced it, and whatever the caller adds. If empty, ranks compare the pushed tensor."""

@@ -161,7 +161,8 @@ class Planner:
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
         if codec is None or options.residuals is None or not self.quantizes(request):
             return UNCHANGED[tensor.dtype]
-        return Quantizer(codec, options.residuals.of(name, rows, columns), self._pool)
+        residual = None if options.is_dropped else options.residuals.of(name, rows, columns)
+        return Quantizer(codec, residual, self._pool, options.parts)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""

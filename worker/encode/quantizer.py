@@ -20,6 +20,8 @@ from zenps.kernels.cpu import put_rows
 from zenps.partition.layout import Layout
 from zenps.wire.tensors import DTYPES, copied_bytes, tensor_bytes, tensor_from_bytes
 
+from ..core.request import Parts
+
 
 class ValueCoder(ABC):
     """Encodes the values of one tensor to bytes, and decodes them.
@@ -111,27 +113,49 @@ class Quantizer(ValueCoder):
     Args:
         codec: of the values.
         residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
+            None for a gradient that is thrown away: nothing is added to it, and its errors are lost.
         pool: for encoded and decoded values.
+        parts: of a dense gradient. The residual of one that is not there stays as it is.
     """
 
     keeps_residual = True
 
-    def __init__(self, codec: ValueCodec, residual: Tensor, pool: BufferPool) -> None:
+    def __init__(
+        self,
+        codec: ValueCodec,
+        residual: Tensor | None,
+        pool: BufferPool,
+        parts: Parts | None = None,
+    ) -> None:
         self.form = codec.form
         self._codec = codec
         self._residual = residual
         self._pool = pool
+        self._parts = parts
 
     def size_bytes(self, rows: int, columns: int) -> int:
         return self._codec.size_bytes(rows, columns)
 
     def encode(self, values: Tensor) -> Tensor:
-        values += self._residual
+        residual = self._residual
+        if residual is None:
+            return self._round(values)[0]
+        parts = self._parts
+        absent: list[tuple[int, int]] = []
+        if parts is not None and not (flags := values[parts.flags, 0]).all():
+            absent = [part for part, flag in zip(parts.ranges, flags.tolist(), strict=True) if not flag]
+        values += residual
+        for begin, end in absent:
+            values[begin:end] = 0
         data, error = self._round(values)
-        self._residual.copy_(error)
+        for begin, end in absent:
+            error[begin:end] = residual[begin:end]
+        residual.copy_(error)
         return data
 
     def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
+        if self._residual is None:
+            return self._round(values)[0]
         rows = layout.rows(positions)
         values += torch.index_select(self._residual, 0, rows)
         data, error = self._round(values)

@@ -94,8 +94,9 @@ class Agreed(Transform):
         # Exact elements come first: there each of their runs is quantized by a scale of its own.
         self._union = torch.cat([exact, indices])
         values = gradient.take(self._union)
-        with blaming(sparsifier, "learn or count"):
-            sparsifier.learn(indices, gradient.step)
+        if not gradient.is_withheld:
+            with blaming(sparsifier, "learn or count"):
+                sparsifier.learn(indices, gradient.step)
         counts = gradient.count()
         if counts is None:  # on all ranks, or their rounds do not match
             counts = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -115,7 +116,8 @@ class Agreed(Transform):
 
     def note_counts(self, total: Tensor) -> None:
         """Notes the counts of all ranks for the next step."""
-        self.gradient.feedback.counts = total if len(total) else None
+        if not self.gradient.is_withheld:
+            self.gradient.feedback.counts = total if len(total) else None
 
     def undo(self, result: Tensor) -> Tensor:
         """Returns the sum as a strided tensor: 0 where no rank has selected."""

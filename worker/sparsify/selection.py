@@ -35,9 +35,11 @@ class Gradient:
         step: of the tensor.
         statistics: count the elements.
         on_device: True if gradient and residual are on a device. Indices and values that go on are not.
+        is_withheld: True for one that is thrown away: nothing is learned from its exchange.
     """
 
     on_device: ClassVar[bool] = False
+    is_withheld: ClassVar[bool] = False
 
     name: str
     shape: torch.Size
@@ -128,6 +130,30 @@ class Gradient:
     def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The indices of all ``exact`` ranges, ascending."""
         return np.concatenate([np.arange(begin, end) for begin, end in self.exact])
+
+
+class Withheld(Gradient):
+    """One that is thrown away, on the CPU: nothing of it or of the residual is pushed, and both the residual
+    and the sparsifier stay as they are. It takes part in the exchange, for other ranks wait for it.
+    """
+
+    is_withheld: ClassVar[bool] = True
+
+    def select(self, tensor: Tensor) -> Tensor:
+        """Returns no index."""
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def take(self, indices: Tensor) -> Tensor:
+        """Returns zeros, for indices that other ranks have selected."""
+        return torch.zeros(len(indices), dtype=self.dtype, device="cpu")
+
+    def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
+        """Keeps nothing."""
+
+    def count(self) -> object:
+        """As that of others, of which the counts must have the length."""
+        counts = super().count()  # perhaps of a residual on a device
+        return counts.cpu() if isinstance(counts, Tensor) else counts
 
 
 @contextlib.contextmanager

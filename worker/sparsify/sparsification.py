@@ -29,7 +29,7 @@ from ..encode.sparse import as_sparse
 from ..encode.transforms import ToHost
 from .agreed import ROUNDS, Agreed
 from .device import DeviceGradient
-from .selection import Gradient
+from .selection import Gradient, Withheld
 
 
 def make_sparsification(config: Config, rank: int, statistics: Statistics) -> Sparsification | None:
@@ -130,7 +130,9 @@ class Sparsification:
             feedback = self._feedback_of(request, step, CPU if gpu is None else gpu.device)
         feedback.next_step = feedback.first_step + step + 1
         assert feedback.sparsifier is not None
-        made = Gradient if gpu is None else partial(DeviceGradient, gpu=gpu)
+        made: Callable[..., Gradient] = Gradient if gpu is None else partial(DeviceGradient, gpu=gpu)
+        if options.is_dropped:
+            made = Withheld
         gradient = made(
             name,
             tensor.shape,

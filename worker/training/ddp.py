@@ -23,12 +23,11 @@ from torch.autograd.graph import Node
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zenps.errors import UsageError
-
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.residuals import Residuals
 from ..process import PROCESS, Prefix
+from .hazards import check_applied_at_once
 
 
 class _Bucket(NamedTuple):
@@ -68,14 +67,6 @@ class CommHookState:
                 self._numbers[parameter] = next(self._next_number)
         numbers = [self._numbers[parameter] for parameter in parameters]
         return xxhash.xxh3_64_hexdigest(repr(numbers).encode())
-
-    def _is_repeated(self, name: str) -> bool:
-        """Returns whether the bucket was pushed before. DDP may never use the first layout again, so that its
-        residuals would be lost.
-        """
-        is_repeated = name in self._pushed
-        self._pushed.add(name)
-        return is_repeated
 
     def _finish(self) -> None:
         """Waits for the results of all buckets in flight, and gives them to DDP.
@@ -142,29 +133,21 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
-    world = PROCESS.world
+    check_applied_at_once("the DDP hook")
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
+    # DDP may never use the first layout again, so that its residuals would be lost.
+    is_repeated = name in state._pushed
+    state._pushed.add(name)
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
     options = Options(
         average=True,
         priority=bucket.index(),
         purpose="gradient",
         residuals=state._residuals,
-        is_sparsifiable=state._is_repeated(name),
+        is_sparsifiable=is_repeated,
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
-    if world.staleness or world.averages_models:
-        got = "ds-sync" if world.averages_models else f"ssp with sync.staleness = {world.staleness}"
-        raise UsageError(
-            f"the DDP hook applies averages at once: expected sync.consistency = bsp, got {got}; use bsp, or "
-            "DistributedOptimizer"
-        )
-    if world.sparsification is not None and world.sparsification.kind.takes_momentum:
-        raise UsageError(
-            f"sync.sparsifier = {world.sparsification.name}: expected DistributedOptimizer, whose momentum "
-            "it takes, got the DDP hook; use topk"
-        )
-    handle = world.begin(Request(gradient, name, options))
+    handle = PROCESS.world.begin(Request(gradient, name, options))
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._in_flight.append(_Bucket(handle, result, gradient))

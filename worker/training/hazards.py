@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zenps.errors import UsageError
 
+from ..process import PROCESS
+
 _Table = nn.Embedding | nn.EmbeddingBag
 
 
@@ -48,6 +50,29 @@ def check_modules(parameters: Collection[Parameter]) -> None:
                 "them: the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
                 "zps.CommHookState(), zps.comm_hook) and the plain optimizer"
             )
+
+
+def check_applied_at_once(what: str) -> None:
+    """Checks that settings suit a module that averages gradients for an optimizer that is not wrapped.
+
+    Args:
+        what: averages them.
+
+    Raises:
+        UsageError: an optimizer has to apply them later, or to average models, or to give its momentum.
+    """
+    world = PROCESS.world
+    if world.staleness or world.averages_models:
+        got = "ds-sync" if world.averages_models else f"ssp with sync.staleness = {world.staleness}"
+        raise UsageError(
+            f"{what} applies averages at once: expected sync.consistency = bsp, got {got}; use bsp, or "
+            "DistributedOptimizer"
+        )
+    if world.sparsification is not None and world.sparsification.kind.takes_momentum:
+        raise UsageError(
+            f"sync.sparsifier = {world.sparsification.name}: expected DistributedOptimizer, whose momentum "
+            f"it takes, got {what}; use topk"
+        )
 
 
 def _modules() -> Iterator[_Table | DistributedDataParallel]:

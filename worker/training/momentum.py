@@ -6,6 +6,7 @@ What is not sparsified gets the same momentum as ever, and so does weight decay.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Container
 from typing import Any
@@ -18,6 +19,9 @@ from zenps.errors import UsageError
 from zenps.sparsifiers.base import Momentum
 
 from ..process import PROCESS
+
+_TAKEN = -0.0
+"""In place of what was taken from a group: a zero to SGD, but not the one that a script sets."""
 
 
 class MomentumCorrection:
@@ -50,19 +54,23 @@ class MomentumCorrection:
         self._take()
 
     def _take(self) -> None:
-        """Takes momentum and weight decay from the groups, again after a state of another SGD was loaded."""
+        """Takes momentum and weight decay from the groups, again where a script or a loaded state has set
+        them.
+        """
         for index, group in enumerate(self._optimizer.param_groups):
             momentum = Momentum(group["momentum"], group["nesterov"])
-            if momentum.factor and momentum != self.momentum:
+            if not _is_taken(momentum.factor) and momentum != self.momentum:
                 raise UsageError(
                     f"{self._setting}: got a group with {momentum}, expected {self.momentum} as at "
                     "first; momentum cannot change, by a scheduler or a loaded state"
                 )
-            self._weight_decays[index] = group["weight_decay"] or self._weight_decays[index]
-            group.update(momentum=0.0, nesterov=False, weight_decay=0.0)
+            if not _is_taken(group["weight_decay"]):
+                self._weight_decays[index] = group["weight_decay"]
+            group.update(momentum=_TAKEN, nesterov=False, weight_decay=_TAKEN)
 
     def complete(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Writes momentum and weight decay into an optimizer's state, so that any SGD can continue it."""
+        self._take()
         factor, nesterov = self.momentum
         for group, weight_decay in zip(state_dict["param_groups"], self._weight_decays, strict=True):
             group.update(momentum=factor, nesterov=nesterov, weight_decay=weight_decay)
@@ -86,12 +94,13 @@ class MomentumCorrection:
                             "sparse parameters an optimizer of their own, without momentum and weight decay"
                         )
                     continue
-                decay = parameter.detach() * weight_decay
-                if parameter in sparsified:
-                    if weight_decay:
-                        parameter.grad = gradient + self._with_momentum(parameter, decay)
-                else:
-                    parameter.grad = self._with_momentum(parameter, gradient + decay)
+                # Infinite weights times no decay would be NaN.
+                decay = parameter.detach() * weight_decay if weight_decay else None
+                if parameter not in sparsified:
+                    direction = gradient if decay is None else gradient + decay
+                    parameter.grad = self._with_momentum(parameter, direction)
+                elif decay is not None:
+                    parameter.grad = gradient + self._with_momentum(parameter, decay)
 
     def _with_momentum(self, parameter: Parameter, direction: torch.Tensor) -> torch.Tensor:
         """As ``torch.optim.SGD`` does it."""
@@ -105,6 +114,10 @@ class MomentumCorrection:
         else:
             buffer.mul_(factor).add_(direction)
         return direction + factor * buffer if nesterov else buffer.clone()
+
+
+def _is_taken(value: float) -> bool:
+    return value == 0 and math.copysign(1, value) < 0
 
 
 # An optimizer that is wrapped again has no momentum of its own any more.

@@ -125,11 +125,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Synchronises gradients, unless :meth:`synchronize` has since backward, and steps.
 
-        ``closure`` is evaluated once, before that: optimizers that evaluate it again are not supported.
+        ``closure`` is evaluated once, before that: optimizers that evaluate it again are supported without a
+        cluster only.
 
         Raises:
             UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before.
         """
+        if closure is not None and self._correction is None and not PROCESS.world.is_distributed:
+            return self._inner.step(closure)
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -209,8 +212,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         ``step()`` on one rank alone, the others step, and weights differ from then on.
 
         Raises:
-            UsageError: called between backward and ``step()``, and gradients were quantized or sparsified:
-                what is left of them would be pushed later.
+            UsageError: called between backward and ``step()``, and gradients were pushed, quantized or
+                sparsified, by backward or :meth:`synchronize`: what is left of them would be pushed later.
         """
         self.drop_step()
         self._inner.zero_grad(set_to_none)
@@ -360,7 +363,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if allgather_int(self._consistency.has_run_backward, f"{name}/leftovers"):
             self._inner.zero_grad()
-            self._consistency.drop_together()
+            if self._consistency.drop_together():
+                self._apply()
+            self._inner.zero_grad()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

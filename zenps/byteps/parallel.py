@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps import worker
 from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
+from zenps.worker.training.hazards import check_applied_at_once
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -30,7 +31,8 @@ class DistributedDataParallel(torch.nn.Module):
         compression: has no effect here, and a warning says so: ``sync.values`` quantizes gradients.
 
     Raises:
-        UsageError: there are several ``device_ids``.
+        UsageError: there are several ``device_ids``, or gradients are not averaged at once
+            (``sync.consistency``), or not without the optimizer's momentum (``dgc``).
         MismatchError: the ranks' parameters differ.
     """
 
@@ -47,6 +49,7 @@ class DistributedDataParallel(torch.nn.Module):
                 f"device_ids = {device_ids}: expected one, that of the module; start a worker for each"
             )
         warn_of_optimizer(compression)
+        check_applied_at_once("DistributedDataParallel")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         worker.broadcast_parameters(module.state_dict(), 0)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from tests.integration.reference import assert_same_bits
@@ -447,6 +448,49 @@ def test_nothing_but_the_owner_of_residuals_keeps_them(tensor: Tensor) -> None:
     del table, residuals, options, transfer
     gc.collect()
     assert gone() is None
+
+
+@every_form
+def test_a_parameter_without_a_gradient_keeps_what_was_rounded_off(form: ValueForm) -> None:
+    """Where no rank has one, nothing that was pushed of it is applied."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 70, 5)]
+    bucket, codec = Bucket("bucket", parameters, RUN), VALUE_CODECS[form]
+    size = len(bucket.fused())
+    residual = Residuals().of("bucket", size, 1)
+    quantizer = Quantizer(codec, residual, POOL, bucket.parts)
+    applied, there_was = torch.zeros(78), torch.zeros(78)
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = gradient(0, 0, step)[: len(parameter)]
+        if step == 1:
+            parameters[1].grad = None
+        flat, before = bucket.fused(), residual.clone()
+        there_was += flat[:78]
+        data = quantizer.encode(flat[:, None])
+        assert torch.equal(residual[3:73], before[3:73]) == (step == 1)
+        bucket.spread(decoded(quantizer, data, (size, 1))[:, 0])
+        applied += torch.cat(
+            [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+        )
+    assert residual[3:73].any()
+    torch.testing.assert_close(applied + residual[:78, 0], there_was)
+
+
+@every_form
+@pytest.mark.parametrize(
+    "tensor", [rows_of(50), torch.ones(70_000), torch.ones(3)], ids=["rows", "split", "whole"]
+)
+def test_what_is_thrown_away_leaves_no_rounding_errors(form: ValueForm, tensor: Tensor) -> None:
+    planner, residuals = planner_of(form), Residuals()
+    kept = Options(purpose="gradient", residuals=residuals)
+    first = encoded_by(planner.begin(Request(0.7 * tensor, "weight", kept), 0))
+    (table,) = residuals._tables.values()
+    before = table.clone()
+    assert before.any()
+    dropped = structs.replace(kept, is_dropped=True)
+    second = encoded_by(planner.begin(Request(1e6 * tensor, "weight", dropped), 0))
+    assert second.values == first.values == form
+    assert torch.equal(table, before)
 
 
 @pytest.mark.parametrize("average_over", [1, 4096])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.worker.encode.test_reshard import view_of
 from tests.worker.encode.test_transfer import make_push, read, reduce
+from tests.worker.host_accelerator import HostAccelerator
 from tests.worker.sparsify.test_sparsification import gradient, options
 from zenps.config.settings import Config
 from zenps.config.sources import load
@@ -51,9 +53,11 @@ class Rank:
         self.sparsification = made
         self.residuals = Residuals()
         self.statistics = statistics
+        self.changes: dict[str, Any] = {}
+        """Options of pushes."""
 
     def begin(self, tensor: Tensor, step: int) -> tuple[Agreed, AgreedTransfer]:
-        request = Request(tensor, "layer", options(self.residuals, exact=EXACT))
+        request = Request(tensor, "layer", options(self.residuals, exact=EXACT, **self.changes))
         agreed = self.sparsification.transform(request, step)
         assert isinstance(agreed, Agreed)
         indices = agreed.apply(tensor)
@@ -184,6 +188,37 @@ def test_what_quantization_takes_stays_in_the_residual(values: str, leaves: bool
         left = rank.residuals.of("layer", SIZE, 1).view(-1)[union]
         assert bool(left.any()) == leaves
         assert float(left.abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("gpu", [None, HostAccelerator()], ids=["cpu", "device"])
+@pytest.mark.parametrize("sparsifier", ["exdyna", "micro"])
+def test_a_step_that_is_thrown_away_changes_no_later_one(sparsifier: str, gpu: Accelerator | None) -> None:
+    """Neither by residuals nor by what ranks have learned of it."""
+    sets = (f"sync.sparsifier={sparsifier}", "sync.values=int8")
+    steady, other = Job(0, *sets, gpu=gpu), Job(0, *sets, gpu=gpu)
+    for number in (0, 1, 3):
+        if number == 3:
+            for rank in other.ranks:
+                rank.changes = {"is_dropped": True}
+            nothing = other.push([torch.full((SIZE,), 1e6)] * RANKS, 2, change=False)
+            assert not any(each.any() for each in nothing)
+            for rank in other.ranks:
+                rank.changes = {}
+        results = [*steady.step(number, change=False), *other.step(number, change=False)]
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+    for left, right in zip(steady.ranks, other.ranks, strict=True):
+        assert torch.equal(left.residuals.of("layer", SIZE, 1), right.residuals.of("layer", SIZE, 1))
+
+
+def test_a_rank_that_alone_throws_its_gradient_away_takes_part() -> None:
+    job = Job(0)
+    for number in range(3):
+        before = [rank.residuals.of("layer", SIZE, 1).clone() for rank in job.ranks]
+        job.ranks[1].changes = {"is_dropped": number == 1}
+        results = job.step(number, change=False)
+        assert all(torch.equal(result, results[0]) for result in results[1:])
+        after = [rank.residuals.of("layer", SIZE, 1) for rank in job.ranks]
+        assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, number == 1, False]
 
 
 def test_elements_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -150,6 +151,24 @@ def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[t
         left = [rank.residuals.of("layer", SIZE, 1)[: SIZE - 300] for rank in ranks]
         assert_same(left[1], left[0])
         assert int((left[0] != 0).sum()) > SIZE * 0.97
+
+
+@pytest.mark.parametrize("values", ["same", "int8"])
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("gpu", [None, HostAccelerator()], ids=["cpu", "device"])
+def test_a_gradient_that_is_thrown_away_changes_no_state(
+    gpu: Accelerator | None, name: str, values: str
+) -> None:
+    sets = (f"sync.sparsifier={name}", f"sync.values={values}")
+    rank = Rank(gpu, *sets, exact=BUCKET, momentum=Momentum(0.9, nesterov=False))
+    for step in range(2):
+        rank.push(gradient(step, SIZE), step)
+    before = copy.deepcopy(rank.state())
+    rank._changes["is_dropped"] = True
+    made, sent = rank.push(torch.full((SIZE,), 1e6), 2)
+    assert not sent._nnz()
+    assert torch.equal(made.undo(sent), torch.zeros(SIZE))
+    assert_same(rank.state(), before | {"step": 3})
 
 
 def test_more_is_selected_than_there_is_room_for() -> None:

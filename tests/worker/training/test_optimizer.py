@@ -29,6 +29,7 @@ from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
+from zenps.worker.training.gradients import agreement
 from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.world import LocalWorld, World
 
@@ -495,6 +496,10 @@ def test_a_refused_step_is_dropped_and_the_delayed_ones_are_applied(
     assert world.waited == world.pushed
 
 
+def state_of(model: Model) -> dict[str, Tensor]:
+    return {name: each.clone() for name, each in model.state_dict().items()}
+
+
 def names_pushed(world: FakeWorld, before: Counter[str]) -> Counter[str]:
     """How often each gradient was pushed since."""
     pushed = world.pushed - before
@@ -563,6 +568,55 @@ def test_what_left_a_residual_is_neither_pushed_again_nor_thrown_away(
     with pytest.raises(UsageError, match=r"got zero_grad\(\)"):
         optimizer.zero_grad()
     optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
+
+
+def pushes_dropped(world: FakeWorld, before: Counter[str]) -> set[bool]:
+    """Whether the gradients that were pushed since leave residuals as they are."""
+    return {world.requests[name].options.is_dropped for name in names_pushed(world, before)}
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_what_is_thrown_away_before_it_was_pushed_leaves_residuals_as_they_are(
+    is_refused: bool, world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    for _ in range(2):
+        before, weights = world.pushed.copy(), state_of(model)
+        with optimizer.no_sync():
+            model.loss().backward()
+        if is_refused:
+            nn.utils.clip_grad_norm_(model.first.parameters(), 1e-3)
+            with pytest.raises(UsageError, match="changed since"):
+                optimizer.step()
+        assert not names_pushed(world, before)
+        optimizer.zero_grad()
+        assert pushes_dropped(world, before) == {True}
+        assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+        before = world.pushed.copy()
+        train_one_step(model, optimizer)
+        assert pushes_dropped(world, before) == {False}
+    assert world.waited == world.pushed
+
+
+def test_averages_whose_rest_is_in_residuals_are_thrown_away_by_a_second_call_only(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    world.keeps_residuals = True
+    for has_second_thoughts in (True, False):
+        bias = model.last.bias.detach().clone()
+        model.loss().backward()
+        optimizer.synchronize()
+        with pytest.raises(UsageError, match=r"step\(\) after synchronize\(\), got zero_grad"):
+            optimizer.zero_grad()
+        before = world.pushed.copy()
+        if has_second_thoughts:
+            optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(bias, model.last.bias) != has_second_thoughts
+        assert world.pushed == before
+        assert model.last.bias.grad is None
     train_one_step(model, optimizer)
     assert world.waited == world.pushed
 
@@ -636,16 +690,75 @@ def test_unfrozen_and_added_parameters_are_pushed(world: FakeWorld) -> None:
 
     model.first.weight.requires_grad_(True)
     optimizer.add_param_group({"params": [late], "lr": 1.0})
-    for step in range(2):
+    for step in range(3):
         before = world.pushed.copy()
         (model.loss() + late.sum()).backward()
-        assert len(names_pushed(world, before)) == 2 + step, "in backward, once ranks have agreed"
+        in_backward = 3 if step == 2 else 2
+        assert len(names_pushed(world, before)) == in_backward, "once a step has counted its passes"
         optimizer.step()
         optimizer.zero_grad()
         assert set(names_pushed(world, before).values()) == {1}
         assert len(names_pushed(world, before)) == 3
-    assert torch.equal(late.detach(), torch.full((3,), -1.0))
+    assert torch.equal(late.detach(), torch.full((3,), -2.0))
     assert not torch.equal(weight, model.first.weight)
+
+
+def step_of_two_passes(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    for _ in range(2):
+        model.loss().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unfreeze(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    model.first.weight.requires_grad_(True)
+    step_of_two_passes(model, optimizer)
+
+
+def agree_with_one_that_joins(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    optimizer.adopt_agreement(0)
+
+
+@pytest.mark.parametrize("change", [unfreeze, agree_with_one_that_joins])
+def test_several_passes_go_on_after_a_change_of_ranks_or_parameters(
+    change: Callable[[Model, zps.DistributedOptimizer], None], world: FakeWorld, model: Model
+) -> None:
+    """What a pass before the last had pushed could not be computed again."""
+    world.keeps_residuals = True
+    model.first.weight.requires_grad_(False)
+    optimizer = wrap(model)
+    step_of_two_passes(model, optimizer)
+    change(model, optimizer)
+    for _ in range(2):
+        before = world.pushed.copy()
+        step_of_two_passes(model, optimizer)
+        assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
+
+
+def test_one_that_joins_learns_how_many_passes_there_are(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.keeps_residuals = True
+    optimizer, model_of_other = wrap(model), Model()
+    joined = wrap(model_of_other)
+    step_of_two_passes(model, optimizer)
+    sent: list[object] = []
+
+    def broadcast(value: object, *_: object) -> object:
+        sent.append(value)
+        return sent[0]
+
+    monkeypatch.setattr(agreement, "broadcast_object", broadcast)
+    for each in (optimizer, joined):
+        each.adopt_agreement(0)
+    before = world.pushed.copy()
+    model_of_other.loss().backward()
+    assert not names_pushed(world, before)
+    model_of_other.loss().backward()
+    assert set(names_pushed(world, before).values()) == {1}
+    joined.step()
+    assert world.waited == world.pushed
 
 
 def test_new_parameter_with_the_name_of_another_is_refused(world: FakeWorld, model: Model) -> None:
@@ -707,6 +820,28 @@ def test_lbfgs_is_refused(world: FakeWorld, model: Model) -> None:
     with pytest.raises(UsageError, match=r"LBFGS.*use another"):
         zps.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     assert not world.pushed
+
+
+def test_lbfgs_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which evaluates its closure several times in a step."""
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
+    losses = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer: torch.optim.Optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+        if is_wrapped:
+            optimizer = zps.DistributedOptimizer(optimizer, model.named_parameters())
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (model(torch.eye(3)) - torch.arange(6.0).view(3, 2)).square().sum()
+            loss.backward()
+            return loss
+
+        losses.append([float(optimizer.step(closure)) for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert losses[0][2] < 1e-3 < losses[0][0]
 
 
 def test_it_passes_for_the_wrapped_optimizer(optimizer: zps.DistributedOptimizer) -> None:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zenps.byteps as bps
+from tests.worker.sparsify.test_sparsification import make
 from tests.worker.training.test_optimizer import FakeWorld, names_pushed
+from zenps.errors import UsageError
 from zenps.worker.process import PROCESS
 
 INPUTS = torch.ones(1, 2)
@@ -59,6 +61,24 @@ def test_backward_averages_again_after_one_that_failed(
             assert set(names_pushed(world, before).values()) == {1}
             assert world.waited == world.pushed
             model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("staleness", 2, "got ssp with sync.staleness = 2; use bsp, or DistributedOptimizer"),
+        ("averages_models", True, "got ds-sync; use bsp, or DistributedOptimizer"),
+        ("sparsification", make("sync.sparsifier=dgc"), "dgc: .* got DistributedDataParallel; use topk"),
+    ],
+)
+def test_settings_that_need_the_optimizer_are_refused(
+    setting: str, value: object, message: str, world: FakeWorld
+) -> None:
+    """It would average nothing, lose the last averages, or forget the momentum."""
+    setattr(world, setting, value)
+    with pytest.raises(UsageError, match=message):
+        bps.DistributedDataParallel(nn.Linear(2, 2))
+    assert not world.pushed
 
 
 class Branches(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,8 +104,14 @@ class ParameterAgreement:
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
 
-    def adopt(self, root_rank: int) -> None:
+    def adopt(self, root_rank: int, passes: Mapping[Parameter, int]) -> dict[Parameter, int]:
         """Replaces this agreement by the root's, between two steps.
+
+        Args:
+            passes: of backward, as this rank has counted them.
+
+        Returns:
+            the root's passes.
 
         Raises:
             MismatchError: the root's parameters differ from this rank's.
@@ -119,6 +125,7 @@ class ParameterAgreement:
                 [bucket.name, [self.names[parameter] for parameter in bucket.parameters]]
                 for bucket in self.buckets
             ],
+            "passes": {self.names[parameter]: most for parameter, most in passes.items()},
         }
         agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
         own = self._own
@@ -133,6 +140,7 @@ class ParameterAgreement:
             is_sparsifiable = world.sparsification is not None and parameters[0].dim() > 1
             bucket = Bucket(bucket_name, parameters, world.quantized_run, is_sparsifiable)
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+        return {own[name]: most for name, most in agreed["passes"].items()}
 
     def _set_order(self, names: Sequence[str]) -> None:
         self.names = {self._own[name]: name for name in names}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from ...core.request import Parts
 
 
 class Bucket:
@@ -24,6 +27,7 @@ class Bucket:
 
     Attributes:
         is_on_gpu: True if backward may compute gradients on several streams: see :meth:`note_stream`.
+        parts: the parameters' gradients in the tensor, with their presence elements.
     """
 
     def __init__(
@@ -33,7 +37,10 @@ class Bucket:
         self.parameters = parameters
         self.is_sparsifiable = is_sparsifiable
         self._run = run
-        self._present_from = -(-sum(parameter.numel() for parameter in parameters) // run) * run
+        ends = list(accumulate(parameter.numel() for parameter in parameters))
+        self._present_from = -(-ends[-1] // run) * run
+        flags = slice(self._present_from, self._present_from + len(parameters) * run, run)
+        self.parts = Parts(list(pairwise([0, *ends])), flags)
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed since the last push."""
         self.is_on_gpu = parameters[0].is_cuda
@@ -136,5 +143,7 @@ def clip_factor(buckets: Iterable[Bucket], most_norm: float) -> float:
     if not most_norm:
         return 1.0
     gradients = [each.grad for bucket in buckets for each in bucket.parameters if each.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+    # A table that was tied to a dense layer at first may have a sparse one.
+    values = [each.coalesce()._values() if each.is_sparse else each for each in gradients]
+    norm = float(torch.nn.utils.get_total_norm(values)) if values else 0.0
     return min(1.0, most_norm / norm) if norm else 1.0

@@ -6,9 +6,15 @@ one is known from the steps before: some loops call backward for several losses,
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
 
 from torch.nn import Parameter
+
+_UNKNOWN: Final = sys.maxsize
+"""What is expected of a parameter whose passes no step has counted: more than there can be."""
 
 
 class BackwardPasses:
@@ -30,6 +36,21 @@ class BackwardPasses:
         """True if backward has run in this step."""
         return bool(self._counted)
 
+    @property
+    def most(self) -> Mapping[Parameter, int]:
+        """How many passes of each parameter there were in any step so far."""
+        return self._most
+
+    def adopt(self, most: Mapping[Parameter, int]) -> None:
+        """Begins a step anew, with what another rank has learned beside what this one has."""
+        self._counted.clear()
+        for parameter, passes in most.items():
+            self._most[parameter] = max(passes, self._most.get(parameter, 0))
+
+    def await_count(self, parameters: Iterable[Parameter]) -> None:
+        """Has new parameters pushed by ``step()`` until the passes of one step were counted."""
+        self._most.update(dict.fromkeys(parameters, _UNKNOWN))
+
     def count(self, parameter: Parameter) -> int:
         """Counts a pass; returns how many there were in this step."""
         self._counted[parameter] += 1
@@ -42,5 +63,6 @@ class BackwardPasses:
     def end_step(self) -> None:
         """Learns from the passes of this step, and begins the next."""
         for parameter, passes in self._counted.items():
-            self._most[parameter] = max(passes, self._most.get(parameter, 0))
+            most = self._most.get(parameter, 0)
+            self._most[parameter] = passes if most == _UNKNOWN else max(passes, most)
         self._counted.clear()

@@ -134,6 +134,7 @@ class GradientPushes:
             self._options(bucket, fused, bucket.parameters),
             is_sparsifiable=bucket.is_sparsifiable,
             exact=bucket.exact,
+            parts=bucket.parts,
             momentum=self._momentum,
         )
         request, world = Request(fused, self._round_name(bucket.name), options), PROCESS.world
@@ -167,6 +168,7 @@ class GradientPushes:
             priority=max(self._agreement.priorities[parameter] for parameter in parameters),
             purpose="gradient",
             residuals=self._residuals,
+            is_dropped=self.averages.is_dropped,
             given=self._given(owner, gradient),
         )
 

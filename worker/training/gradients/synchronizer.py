@@ -84,6 +84,8 @@ class GradientSynchronizer(Consistency):
         self._is_synchronized = False
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
+        self._has_rest = False
+        """Whether residuals have kept a part of the gradients whose averages were taken last."""
         self._is_refused = False
         """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._earlier: deque[Averages] = deque()
@@ -134,8 +136,7 @@ class GradientSynchronizer(Consistency):
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
-        self._agreement.adopt(root_rank)
-        self._passes = BackwardPasses(self._passes.per_step)
+        self._passes.adopt(self._agreement.adopt(root_rank, self._passes.most))
         self._pushes.begin_anew()
 
     @untraced
@@ -168,6 +169,7 @@ class GradientSynchronizer(Consistency):
             raise self._refuse(f"a new parameter has the name {min(taken)!r} of another; give it its own")
         self._agreement.add(new)
         self._watch(new.values())
+        self._passes.await_count(new.values())
 
     def after_step(self) -> None:
         """Does nothing: all ranks have stepped alike."""
@@ -195,7 +197,8 @@ class GradientSynchronizer(Consistency):
         """Ends the step without its gradients, which the caller clears.
 
         If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
-        the step, or have refused it: otherwise the next push is a MismatchError.
+        the step, or have refused it: otherwise the next push is a MismatchError. What is pushed here leaves
+        residuals as they are.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
@@ -203,6 +206,13 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
         """
+        if self._is_synchronized and self._has_rest:
+            self._has_rest = False  # the next call ends the step
+            raise UsageError(
+                "gradients were quantized or sparsified: expected step() after synchronize(), got "
+                "zero_grad(), but what residuals have kept of them is pushed with the next ones; another "
+                "zero_grad() ends this step all the same"
+            )
         if self._is_refused:
             self._pushes.averages.is_dropped = True
             return self._end_step() and self.staleness > 0
@@ -284,6 +294,7 @@ class GradientSynchronizer(Consistency):
             for parameter in self._agreement.names:
                 parameter.grad = None
         self.applied = self.step - 1 - len(self._earlier)
+        self._has_rest = bool(averages.partial)
         with self._forgetting():
             averages.take()
 

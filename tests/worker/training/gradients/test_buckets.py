@@ -55,6 +55,18 @@ def test_norms_are_clipped_together() -> None:
     assert buckets[1].fused(0.5).tolist() == [2.0] * 6 + [1.0]
 
 
+def test_the_norm_of_a_table_that_was_tied_to_a_dense_layer_is_that_of_its_rows_added_up() -> None:
+    table, layer = Parameter(torch.ones(4, 1)), Parameter(torch.ones(1, 1))
+    bucket = Bucket("a", (table, layer))
+    rows = torch.tensor([[2, 2, 1]])
+    table.grad = torch.sparse_coo_tensor(rows, torch.ones(3, 1), (4, 1), check_invariants=True)
+    layer.grad = torch.full((1, 1), 2.0)
+    assert clip_factor([bucket], 1.5) == pytest.approx(0.5)
+    assert bucket.fused(0.5).tolist() == [0.0, 0.5, 1.0, 0.0, 1.0, 1.0, 1.0]
+    table.grad = torch.empty(0, 1, 1).new_zeros((4, 1)).to_sparse(1)
+    assert clip_factor([bucket], 1.0) == pytest.approx(0.5), "without any row"
+
+
 def test_parameters_of_one_dimension_are_never_sparsified() -> None:
     matrix, vector, other = Parameter(torch.ones(2, 3)), Parameter(torch.ones(3)), Parameter(torch.ones(4, 2))
     buckets = fuse("b", [matrix, vector, other], 1 << 20, 1, sparsifies=True)

@@ -1,0 +1,103 @@
+"""Momentum correction: what scripts and loaded states set, and weights that are not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from zenps.errors import UsageError
+from zenps.worker.training.momentum import MomentumCorrection
+
+
+@pytest.fixture
+def optimizer() -> torch.optim.SGD:
+    parameters = [Parameter(torch.ones(3)), Parameter(torch.ones(2))]
+    return torch.optim.SGD(parameters, lr=1.0, momentum=0.5, weight_decay=0.25)
+
+
+@pytest.fixture
+def correction(optimizer: torch.optim.SGD) -> MomentumCorrection:
+    return MomentumCorrection(optimizer, "sync.sparsifier = dgc")
+
+
+def gradients_of_a_step(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> tuple[list[float], list[float]]:
+    """Those with which the optimizer steps; backward has found ones. The first parameter is sparsified."""
+    first, second = optimizer.param_groups[0]["params"]
+    first.grad, second.grad = torch.ones(3), torch.ones(2)
+    correction.apply({first})
+    return first.grad.tolist(), second.grad.tolist()
+
+
+def saved(optimizer: torch.optim.SGD, correction: MomentumCorrection) -> dict[str, Any]:
+    return correction.complete(optimizer.state_dict())
+
+
+def test_the_optimizer_steps_without_what_was_taken(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    (group,) = optimizer.param_groups
+    for _ in range(2):
+        assert (group["momentum"], group["nesterov"], group["weight_decay"]) == (0, False, 0)
+        assert saved(optimizer, correction)["param_groups"][0]["weight_decay"] == 0.25
+    assert gradients_of_a_step(optimizer, correction) == ([1.25] * 3, [1.25] * 2)
+    assert gradients_of_a_step(optimizer, correction) == ([1.375] * 3, [1.875] * 2)
+    optimizer.step()
+    assert group["params"][0].tolist() == [1 - 1.375] * 3, "neither momentum nor decay of its own"
+
+
+@pytest.mark.parametrize("decay", [0, 0.0, 0.125])
+def test_a_weight_decay_that_a_script_sets_holds_from_then_on(
+    decay: float, optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    optimizer.param_groups[0]["weight_decay"] = decay
+    assert saved(optimizer, correction)["param_groups"][0]["weight_decay"] == decay
+    assert gradients_of_a_step(optimizer, correction) == ([1 + decay] * 3, [1 + decay] * 2)
+    assert saved(optimizer, correction)["param_groups"][0]["weight_decay"] == decay
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0, False), (0.9, False), (0.5, True)])
+def test_another_momentum_is_refused(
+    momentum: float, nesterov: bool, optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    state = saved(optimizer, correction)
+    state["param_groups"][0].update(momentum=momentum, nesterov=nesterov)
+    optimizer.load_state_dict(state)
+    with pytest.raises(UsageError, match="momentum cannot change, by a scheduler or a loaded state"):
+        gradients_of_a_step(optimizer, correction)
+    with pytest.raises(UsageError, match="expected Momentum"):
+        saved(optimizer, correction)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.125])
+def test_a_state_that_is_loaded_and_saved_is_the_same(
+    decay: float, optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    state = saved(optimizer, correction)
+    state["param_groups"][0]["weight_decay"] = decay
+    optimizer.load_state_dict(state)
+    assert saved(optimizer, correction) == state
+    assert gradients_of_a_step(optimizer, correction) == ([1 + decay] * 3, [1 + decay] * 2)
+
+
+def test_a_state_of_the_wrapped_optimizer_alone_changes_nothing(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert saved(optimizer, correction)["param_groups"][0]["weight_decay"] == 0.25
+    assert gradients_of_a_step(optimizer, correction) == ([1.25] * 3, [1.25] * 2)
+
+
+def test_without_weight_decay_infinite_weights_leave_gradients_as_they_are(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    """As in a mask of attention, which is a parameter in some models."""
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data.fill_(-math.inf)
+    assert gradients_of_a_step(optimizer, correction) == ([1.0] * 3, [1.0] * 2)
