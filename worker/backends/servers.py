@@ -53,7 +53,7 @@ class ServerBackend(Backend):
         """
         name, options = request.name, request.options
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
-            self._queue.look(lambda: not self._steps.is_in_flight(name))
+            self.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._count_names(request))
         try:
             given = request.tensor
@@ -117,6 +117,10 @@ class ServerBackend(Backend):
     def negotiate(self, table: Tensor, name: str) -> Pending:
         """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
         return self.begin(Request(table, name, CONTROL), "nothing")
+
+    def look(self, ready: Callable[[], bool]) -> None:
+        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
+        self._queue.look(ready)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls until ``ready()`` or the monotonic time ``until``."""
