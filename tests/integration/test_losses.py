@@ -145,4 +145,4 @@ def act_after_the_lease_has_ended() -> Any:
 def test_nobody_waits_for_a_thread_that_has_ended() -> None:
     with Cluster(workers=1) as cluster:
         (barrier,) = cluster.run(act_after_the_lease_has_ended)
-    assert barrier == Raised("UsageError", "this worker has left the cluster")
+    assert barrier == Raised("LeftError", "this worker has left the cluster; call zenps.init() to join again")

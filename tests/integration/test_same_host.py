@@ -168,3 +168,26 @@ def test_kill_9_of_a_worker_that_was_lent_results(tmp_path: Path) -> None:
         check(before)
         check(after, ranks=1, first=ROUNDS // 2)
         assert shared_after > shared_before + ROUNDS // 2 * 400_000
+
+
+def read_after_leaving(done: Path) -> list[dict[str, Tensor]]:
+    """Rank 1 leaves with results that it has not read; rank 0 trains on, and then rank 1 reads them."""
+    handles = {kind: zps.push_pull_async(make(kind, 0, zps.rank()), kind) for kind in ("sparse", "dense")}
+    if zps.rank() == 0:
+        results = [{kind: handle.wait() for kind, handle in handles.items()}]
+        await_world_of(1)
+        push_and_keep(ROUNDS, first=1)
+        (done / "trained").touch()
+        return results
+    while not all(handle.done() for handle in handles.values()):
+        pass
+    assert shared_bytes() > 2 * 400_000
+    zps.shutdown()
+    await_file(done / "trained")
+    return [{kind: handle.wait() for kind, handle in handles.items()}]
+
+
+def test_results_that_are_read_after_leaving_are_right(tmp_path: Path) -> None:
+    with Cluster(settings={"cluster.on_worker_loss": "continue"}) as cluster:
+        for results in cluster.run(read_after_leaving, tmp_path):
+            check(results)

@@ -22,6 +22,7 @@ from zenps.config.settings import SparsifierConfig
 from zenps.sparsifiers import Above, Sparsifier, Step, Task, sparsifier_class
 from zenps.sparsifiers.dgc import DGC
 from zenps.sparsifiers.exdyna import ExDyna
+from zenps.sparsifiers.topk import TopK
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.process import PROCESS
@@ -374,6 +375,15 @@ class WrongOnOne(ExDyna):
             raise ZeroDivisionError("by zero")
 
 
+class WrongOnOneHost(TopK):
+    """Breaks at the first host's leader only, in its second step."""
+
+    def select(self, values: Tensor, step: Step) -> Above:
+        if step.number == 1 and self.task.rank == 0 and self.task.size > 10_000:
+            raise ZeroDivisionError("by zero")
+        return super().select(values, step)
+
+
 class Unequal(ExDyna):
     """Ranks count differently many."""
 
@@ -405,6 +415,15 @@ def test_a_plug_in_that_breaks_on_one_rank_keeps_nobody_waiting(scheme: str) -> 
     for rank, steps in enumerate(results):
         assert [isinstance(each, Raised) for each in steps] == [False, True, False, False], steps
         assert steps[1].kind == ("UsageError" if rank == 1 else "MismatchError")
+
+
+def test_a_plug_in_that_breaks_on_one_leader_keeps_nobody_waiting() -> None:
+    settings = SETTINGS | {"sync.sparsifier": f"{__name__}:WrongOnOneHost", "sync.levels": 2}
+    with Cluster(4, settings=settings, server_settings=REACHED) as cluster:
+        results = [worker.result() for worker in start_on_two_hosts(cluster, 4, train_on, 4)]
+    for rank, steps in enumerate(results):
+        assert [isinstance(each, Raised) for each in steps] == [False, True, False, False], steps
+        assert steps[1].kind == ("UsageError" if rank < 2 else "MismatchError")
 
 
 @pytest.mark.parametrize("scheme", ["zenps", "agsparse"])

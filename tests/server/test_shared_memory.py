@@ -18,6 +18,7 @@ import zmq
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
+from zenps.finalizers import run_finalizers
 from zenps.server.shared_memory import SharedMemoryPeers
 from zenps.wire.messages import Hello
 from zenps.wire.shared_memory.arena import Arena
@@ -175,6 +176,46 @@ def test_what_was_lent_to_a_worker_that_is_gone_is_used_again(both: Both) -> Non
     assert both.server.find(PEER, [give(both.server)]) is None
     with pytest.raises(ProtocolError, match="a worker that shares none"):
         both.server.read(PEER, (0, 1))
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_result_stays_once_its_worker_has_left(both: Both) -> None:
+    got, another = (hand_over(both, give(both.server)) for _ in range(2))
+    both.worker.close()
+    before = descriptors()
+    del another
+    run_finalizers()
+    both.server.attend()
+    both.server.collect()
+    other = give(both.server, bytes(len(VALUES)))
+    assert got == VALUES, "it was used for another result"
+    assert both.server._peers[PEER].loans.lent_bytes >= len(VALUES)
+    assert descriptors() == before
+    del got, other
+    run_finalizers()
+    assert descriptors() == before - 1, "the connection is not closed"
+    both.server.collect()
+    assert PEER not in both.server._peers
+
+
+def test_of_a_server_that_is_gone_a_result_stays_and_no_connection(
+    server: SharedMemoryPeers, arena: Arena, address: str
+) -> None:
+    worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
+    assert worker is not None
+    server.attend()
+    got = hand_over(Both(server, worker, arena), give(server))
+    server.close()
+    worker.close()
+    before = descriptors()
+    assert got == VALUES
+    del got
+    run_finalizers()
+    assert descriptors() == before - 1
 
 
 def test_a_server_that_is_gone_takes_nothing_along(arena: Arena, address: str) -> None:

@@ -83,6 +83,10 @@ class AutoBackend(Backend):
         Raises:
             UsageError: the latest round has not ended.
         """
+        before = self._chosen.get(name)
+        if before is not None and (progress := before.progress) is not None and not progress.ended:
+            # Perhaps its answer has come, and no thread has received it.
+            self._servers.look(lambda: progress.ended)
         with self._choosing:
             chosen = self._chosen.get(name) or _Chosen(Choice(self._links, self._candidates))
             table, latest = chosen.table, chosen.progress

@@ -10,15 +10,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from msgspec import Struct
 from torch import Tensor
 
-from zenps.errors import MismatchError, UsageError, ZenPSError
+from zenps.errors import MismatchError, ZenPSError
 
-from ..core.pending import Pending, Signal, in_flight
+from ..core.pending import LeftError, Pending, Signal, in_flight
 from ..core.request import Request
 from .base import Session
 from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
@@ -80,7 +79,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         """Starts the threads; they serve rounds until the lease ends."""
         for thread in self._threads:
             thread.start()
-        self._session.lease.ended.add_done_callback(self._on_lease_ended)
+        self._session.lease.call_at_end(self.fail)
 
     @property
     def is_over(self) -> bool:
@@ -102,7 +101,7 @@ class NegotiatedRounds(ABC, Generic[R]):
 
     def close(self) -> None:
         """Ends the threads; rounds in flight fail."""
-        self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        self.fail(LeftError())
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
 
@@ -113,11 +112,6 @@ class NegotiatedRounds(ABC, Generic[R]):
     @abstractmethod
     def _on_negotiated(self, round_: R, entries: Sequence[Entry]) -> None:
         """Called when all ranks agree on the tensor; ``entries`` are theirs, by rank."""
-
-    def _on_lease_ended(self, ended: Future[None]) -> None:
-        error = ended.exception()
-        assert isinstance(error, ZenPSError)
-        self.fail(error)
 
     def _begin(self, request: Request, rows: int, round_: R) -> Pending:
         """Begins a round with a negotiation.

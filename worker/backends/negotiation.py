@@ -43,16 +43,20 @@ def entry_of(tensor: Tensor, number: int, rows: int, options: Options) -> Entry:
     return Entry(number, rows, f"{options.given or describe(tensor)}, {how}")
 
 
+def table_with(row: bytes, rank: int, size: int, row_bytes: int) -> Tensor:
+    """Returns uint8 ``[size, row_bytes]``, zero but for this rank's ``row``: the sum has all rows."""
+    table = torch.zeros((size, row_bytes), dtype=torch.uint8, device="cpu")
+    table[rank] = torch.frombuffer(bytearray(row.ljust(row_bytes, b"\0")), dtype=torch.uint8)
+    return table
+
+
 def table_of(entry: Entry, rank: int, size: int) -> Tensor:
     """Returns what this rank pushes: uint8 ``[size, ENTRY_BYTES]``, zero except for its own row."""
     what = entry.what.encode()
     most = ENTRY_BYTES - _HEAD.size
     if len(what) > most:  # a shape of dozens of dimensions: its end is compared by a hash
         what = what[: most - 17] + b"~" + xxhash.xxh3_64_hexdigest(what).encode()
-    table = torch.zeros((size, ENTRY_BYTES), dtype=torch.uint8, device="cpu")
-    row = _HEAD.pack(entry.number, entry.rows) + what
-    table[rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    return table
+    return table_with(_HEAD.pack(entry.number, entry.rows) + what, rank, size, ENTRY_BYTES)
 
 
 def parse_entries(table: Tensor) -> list[Entry]:

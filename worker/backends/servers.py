@@ -11,7 +11,7 @@ from zenps.schemes.base import Scheme
 
 from ..core.pending import Pending, Waiting
 from ..core.request import Options, Request, describe
-from ..core.statistics import Counted
+from ..core.statistics import Counted, Progress
 from ..core.steps import Steps
 from ..core.transfer import OneRound, Transfer, Transform
 from ..encode.planner import Planner
@@ -49,11 +49,12 @@ class ServerBackend(Backend):
         """Begins to reduce a tensor, as :meth:`Backend.begin` says.
 
         Args:
-            counted: what of the round goes into statistics.
+            counted: what of the round goes into statistics. "rows": another round contains this one, on which
+                all ranks have agreed. If it cannot begin, it fails on all.
         """
         name, options = request.name, request.options
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
-            self._queue.look(lambda: not self._steps.is_in_flight(name))
+            self.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._count_names(request))
         try:
             given = request.tensor
@@ -68,7 +69,10 @@ class ServerBackend(Backend):
             pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
             self._queue.submit(pending)
         except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
-            self._steps.take_back(name)
+            if counted == "rows":
+                self._give_up(request, progress)
+            else:
+                self._steps.take_back(name)
             raise
         return pending
 
@@ -76,6 +80,12 @@ class ServerBackend(Backend):
         sparsification = self._sparsification
         is_sparsified = sparsification is not None and sparsification.covers(request)
         return request.name if is_sparsified or self._planner.quantizes(request) else None
+
+    def _give_up(self, request: Request, progress: Progress) -> None:
+        """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
+        progress.ended = True
+        for name, step in self._planner.first_rounds(request, progress.step):
+            self._session.channel.give_up(name, step)
 
     def _count_names(self, request: Request) -> int:
         names = 1 if self._sparsification is None else self._sparsification.count_names(request)
@@ -117,6 +127,10 @@ class ServerBackend(Backend):
     def negotiate(self, table: Tensor, name: str) -> Pending:
         """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
         return self.begin(Request(table, name, CONTROL), "nothing")
+
+    def look(self, ready: Callable[[], bool]) -> None:
+        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
+        self._queue.look(ready)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         """Polls until ``ready()`` or the monotonic time ``until``."""

@@ -98,6 +98,7 @@ class Pending:
         name: of the tensor.
         options: how the tensor is synchronised.
         progress: of this round.
+        counted: what of the round goes into statistics.
         report: what was moved; set once the result is there.
         is_staged: True if a device has to finish its work before :meth:`begin`.
     """
@@ -120,7 +121,7 @@ class Pending:
         self._transfer: Transfer | None = transfer
         self._waiting = waiting
         self._transforms = transforms
-        self._counted = counted
+        self.counted = counted
         self._conversions: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._rounds = 0
         """The number of rounds in flight."""
@@ -176,7 +177,7 @@ class Pending:
 
     def _refuse_fork(self) -> None:
         """A fork has none of the threads and connections that bring answers, and may find locks held."""
-        if self._counted != "nothing":
+        if self.counted != "nothing":
             raise UsageError(f"tensor {self.name!r}: {FORKED}")
 
     # ── for whoever begins the round ────────────────────────────────────────────────────────────
@@ -315,7 +316,7 @@ class Pending:
             return self._told(error)
         self._worked_seconds += time.perf_counter() - got
         self.report = transfer.report(progress)
-        statistics.record(self.report, progress, waited, self._worked_seconds, self._counted)
+        statistics.record(self.report, progress, waited, self._worked_seconds, self.counted)
         return result
 
     def _absorb(self, transfer: Transfer, answer: Answer) -> None:
@@ -330,6 +331,15 @@ class Pending:
 
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended
+
+
+class LeftError(UsageError):
+    """This worker has left the cluster, or is about to: no other rank waits for it any more."""
+
+    def __init__(
+        self, reason: str = "this worker has left the cluster; call zenps.init() to join again"
+    ) -> None:
+        super().__init__(reason)
 
 
 def in_flight(name: str) -> UsageError:

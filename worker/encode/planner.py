@@ -20,6 +20,7 @@ from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
+from zenps.wire.blocks import PHASES
 from zenps.wire.shared_memory.arena import Arena
 
 from ..core.memory import POOL_BYTES
@@ -74,6 +75,12 @@ class Planner:
             reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
             raise UsageError(f"tensor name {request.name!r:.60}: {reason}")
         return plan.streams
+
+    def first_rounds(self, request: Request, step: int) -> list[tuple[str, int]]:
+        """Returns the rounds with which the tensor begins: name and step of each, as servers know them."""
+        if not self._in_blocks or (plan := self._plan(request)) is None:
+            return [(request.name, step)]
+        return [(f"{request.name}#{stream}", step * PHASES) for stream in range(plan.streams)]
 
     def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""

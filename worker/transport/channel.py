@@ -14,12 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import zmq
-from msgspec import Struct, structs
+from msgspec import structs
 
-from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, ProtocolError, ZenPSError
 from zenps.observe import log
 from zenps.observe.clock import now_ns
 from zenps.observe.metrics import WorkerMetrics
@@ -31,7 +30,7 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 
 from ..core.interrupts import MASK
-from ..core.pending import Pending, Waiter
+from ..core.pending import LeftError, Pending, Waiter
 from ..core.request import Options
 from ..core.spans import Spans
 from ..core.statistics import Progress
@@ -40,6 +39,7 @@ from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
+from .commands import Close, Command, Departed, GiveUpAhead, Submit, Watermark
 from .lock import CombiningLock
 from .membership import Membership
 from .pushes import PushWriter, Sender
@@ -61,26 +61,6 @@ CLOSE_SECONDS = 1.0
 # Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
 # push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
 AHEAD_MESSAGES = 2
-
-
-class _Submit(Struct, frozen=True):
-    pending: Pending
-    rounds: Sequence[Round]
-
-
-class _Departed(NamedTuple):
-    server: int
-
-
-class _Watermark(NamedTuple):
-    number: int
-
-
-class _Close:
-    """The last command."""
-
-
-_Command = _Submit | View | _Watermark | _Departed | Future[None] | ZenPSError | _Close
 
 
 class Channel(Waiter):
@@ -115,7 +95,7 @@ class Channel(Waiter):
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
         self._epoch, self._ring_epoch, self._admitted = 0, view.ring_epoch, view.admitted
-        self._lock: CombiningLock[_Command] = CombiningLock()
+        self._lock: CombiningLock[Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
         self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
@@ -129,7 +109,11 @@ class Channel(Waiter):
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
         rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
-        self._post(_Submit(pending, rounds))
+        self._post(Submit(pending, rounds))
+
+    def give_up(self, tensor: str, step: int) -> None:
+        """Tells servers that this rank will not push a round, so that no other rank waits for it."""
+        self._post(GiveUpAhead(tensor, step))
 
     def arena(self) -> Arena | None:
         """Returns memory that servers on this host can read; None if there are none, or after a failure.
@@ -149,11 +133,11 @@ class Channel(Waiter):
 
     def on_watermark(self, watermark: int) -> None:
         """Notes that the scheduler has begun a watermark."""
-        self._post(_Watermark(watermark))
+        self._post(Watermark(watermark))
 
     def on_departed(self, server: int) -> None:
         """Ends the connectivity check of a server that the scheduler has reported as gone."""
-        self._post(_Departed(server))
+        self._post(Departed(server))
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -190,8 +174,8 @@ class Channel(Waiter):
 
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
-        self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
-        self._post(_Close())
+        self.fail(LeftError())
+        self._post(Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
@@ -208,7 +192,7 @@ class Channel(Waiter):
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
-    def _post(self, command: _Command) -> None:
+    def _post(self, command: Command) -> None:
         with MASK:
             if self._lock.take_or_leave(command):
                 try:
@@ -225,24 +209,26 @@ class Channel(Waiter):
             self._release()
             raise
 
-    def _run(self, command: _Command) -> None:
+    def _run(self, command: Command) -> None:
         match command:
-            case _Submit(pending, rounds):
+            case Submit(pending, rounds):
                 for round_ in rounds:
                     self._begin(round_, pending)
+            case GiveUpAhead(tensor, step):
+                self._execute(self._rounds.give_up_ahead(tensor, step))
             case View():
                 self._follow(command)
-            case _Watermark(number):
+            case Watermark(number):
                 self._rounds.on_watermark(number)
                 # What was sent to them may have been lost with a connection.
                 self._servers.greet()
-            case _Departed(server):
+            case Departed(server):
                 self._servers.connectivity.on_answer(server)
             case Future():
                 command.set_result(None)
             case ZenPSError():
                 self._execute(self._rounds.on_lost(command))
-            case _Close():
+            case Close():
                 self._close_sockets()
 
     def _poll(self, ready: Callable[[], bool], until: float) -> None:
@@ -335,7 +321,8 @@ class Channel(Waiter):
 
     def _fail(self, pending: Pending, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
-        self._metrics.rounds.fail()
+        if pending.counted == "round":
+            self._metrics.rounds.fail()
         pending.fail(error)
         for key, (round_, its_pending) in list(self._pending.items()):
             if its_pending is pending:

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
-from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
+from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
 from zenps.observe import log
 from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
 from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
@@ -35,6 +35,7 @@ from zenps.wire.scheduler_messages import (
 )
 
 from ..core.interrupts import MASK
+from ..core.pending import LeftError
 from ..core.spans import Spans
 from ..core.statistics import Statistics
 from ..rounds.tracker import PATIENCE_SECONDS
@@ -182,6 +183,16 @@ class Lease:
         self._thread.join(CLOSE_SECONDS)
         self._events.close()
 
+    def call_at_end(self, fail: Callable[[ZenPSError], None]) -> None:
+        """Calls ``fail`` with the error that ends this worker's membership, at once if it has ended."""
+
+        def on_end(ended: Future[None]) -> None:
+            error = ended.exception()
+            assert isinstance(error, ZenPSError)
+            fail(error)
+
+        self.ended.add_done_callback(on_end)
+
     def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
         """Waits for the scheduler to report the loss of a worker that cannot be reached.
 
@@ -218,7 +229,7 @@ class Lease:
                 self._on_scheduler()
                 self._check_scheduler()
             self._link.leave()
-            self._fail(UsageError("this worker has left the cluster"))
+            self._fail(LeftError())
         except BaseException as error:
             # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
             self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))

@@ -57,6 +57,11 @@ class Group(ABC):
     sent_bytes: int = 0
     received_bytes: int = 0
 
+    @property
+    def others(self) -> list[int]:
+        """The ranks but this one."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     @abstractmethod
     def exchange(self, send: Mapping[int, Sequence[Tensor]], receive: Mapping[int, Sequence[Tensor]]) -> None:
         """Sends to some ranks and receives from others, all at once; returns when all of it is done.

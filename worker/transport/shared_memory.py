@@ -8,6 +8,7 @@ server that it has dropped them.
 from __future__ import annotations
 
 import socket as net
+import weakref
 from collections import deque
 
 import numpy as np
@@ -88,8 +89,11 @@ class SharedMemoryPeer:
                 self._is_lost = True
 
     def close(self) -> None:
-        """Closes the connection; then the server takes back all values that it has lent."""
-        self._socket.close()
+        """Closes the connection once nothing here refers to a value that the server has lent."""
+        self.tell()
+        # Only what waits for the end of a value refers to these from now on.
+        weakref.finalize(self._dropped, self._socket.close).atexit = False
+        self._dropped = deque()
 
     def _is_there(self) -> bool:
         """True if the server has answered, and has not ended since: another may be at its address now."""

@@ -29,7 +29,7 @@ from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.worker.core.pending import Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
-from zenps.worker.core.statistics import Progress, Report, Statistics
+from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DenseTransfer
@@ -106,9 +106,11 @@ def open_channel(
     return Channel(membership, wire, sharder, Steps(metrics.steps), metrics, Spans())
 
 
-def pending_of(channel: Channel, transfer: Transfer, name: str = "t", step: int = 0) -> Pending:
+def pending_of(
+    channel: Channel, transfer: Transfer, name: str = "t", step: int = 0, counted: Counted = "round"
+) -> Pending:
     waiting = Waiting(channel, 1.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
-    return Pending(name, Options(), transfer, Progress(step), waiting)
+    return Pending(name, Options(), transfer, Progress(step), waiting, counted=counted)
 
 
 @pytest.fixture
@@ -199,6 +201,19 @@ def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
         with pytest.raises(PeerLostError) as raised:
             pending.wait()
         assert raised.value is lost
+
+
+@pytest.mark.parametrize(("counted", "failed"), [("round", 1), ("rows", 0), ("nothing", 0)])
+def test_of_rounds_within_others_failures_are_not_counted_either(
+    channel: Channel, metrics: WorkerMetrics, counted: Counted, failed: int
+) -> None:
+    channel.fail(PeerLostError("worker 1 is lost"))
+    channel.submit(pending_of(channel, Given(whole("t", 1)), counted=counted))
+    (family,) = metrics.rounds.collect()
+    assert {sample.labels["outcome"]: sample.value for sample in family.samples} == {
+        "completed": 0,
+        "failed": failed,
+    }
 
 
 def test_who_polls_sees_at_once_what_another_thread_has_ended(

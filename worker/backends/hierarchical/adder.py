@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from zenps.errors import UsageError
 from zenps.kernels.base import ACCUMULATE, Kernels
 
+from ...core.pending import LeftError
 from .transfer import Form, Payload
 
 # Bytes of a chunk, in all contributions together. For 30 MB from eight ranks two threads need 14 ms, and one
@@ -51,7 +51,7 @@ class Adder:
             divisor: what the sum is divided by.
 
         Raises:
-            UsageError: the interpreter is shutting down and starts no threads.
+            LeftError: the interpreter is shutting down and starts no threads.
         """
         count = 1 + sum(each.values.nbytes for each in contributions) // CHUNK_BYTES
         split = _split_dense if form.sparse_dim < 0 else _split_sparse
@@ -67,8 +67,10 @@ class Adder:
     def _map(self, work: Callable[..., Payload], *items: Iterable[Any]) -> list[Payload]:
         try:
             results = self._executor.map(work, *items)
-        except RuntimeError:
-            raise UsageError("this process is about to end") from None
+        except RuntimeError as error:
+            if "shutdown" not in str(error):  # such as a limit of threads
+                raise
+            raise LeftError("this process is about to end") from None
         return list(results)
 
     def _add_sparse(self, contributions: Sequence[Payload], divisor: int) -> Payload:

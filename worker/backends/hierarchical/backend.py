@@ -21,6 +21,7 @@ from ...encode.streams import LONGEST_NAME
 from ...encode.transforms import ToHost
 from ...transport.host_link import Link, LinkError, Listener, connect
 from ..base import Backend, Session
+from ..negotiation import table_with
 from ..servers import ServerBackend
 from .follower import Follower
 from .leader import SUFFIX, Leader
@@ -120,10 +121,8 @@ class HierarchicalBackend(Backend):
         rank, size = self._session.rank, self._session.size
         listener = Listener() if rank == leader else None
         try:
-            table = torch.zeros((size, ADDRESS_BYTES), dtype=torch.uint8, device="cpu")
-            if listener is not None:
-                own = torch.frombuffer(bytearray(listener.address), dtype=torch.uint8)
-                table[rank, : len(own)] = own
+            own = b"" if listener is None else listener.address
+            table = table_with(own, rank, size, ADDRESS_BYTES)
             addresses = self._servers.negotiate(table, "@hosts/addresses").wait()
             address = bytes(addresses[leader].tolist())
             if listener is not None:

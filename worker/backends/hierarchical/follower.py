@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, ZenPSError
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, UsageError, ZenPSError
 from zenps.finalizers import run_finalizers
 
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
@@ -18,7 +18,9 @@ from ..negotiation import Entry
 from .rounds import HostRounds, HostSession
 from .transfer import HostRound
 
-_FAILURES = {kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError)}
+_FAILURES = {
+    kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError, UsageError)
+}
 
 
 class Follower(HostRounds):
@@ -75,6 +77,7 @@ class Follower(HostRounds):
         try:
             memory = self._window.map_private(take.offset, take.size_bytes, self._dropped.append, take.number)
         except TensorError as error:
+            self._dropped.append(take.number)
             result = error
         else:
             result = round_.form.tensor(round_.form.read(memory, take.rows), is_coalesced=True)

@@ -11,11 +11,11 @@ from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import UsageError, ZenPSError
+from zenps.errors import TensorError, ZenPSError
 from zenps.wire.shared_memory.arena import Window
 from zenps.wire.shared_memory.loans import Loans
 
-from ...core.pending import Pending
+from ...core.pending import LeftError, Pending
 from ...core.request import Request
 from ...encode.sparse import as_table
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
@@ -183,12 +183,16 @@ class Leader(HostRounds):
         """Returns this rank's private mapping of a sum; followers map theirs in the same way."""
         loans = self._loans[self._rank]
         loans.lend(round_.number, total.memory)
-        memory = self._own_window.map_private(total.offset, total.size_bytes, loans.drop, round_.number)
+        try:
+            memory = self._own_window.map_private(total.offset, total.size_bytes, loans.drop, round_.number)
+        except TensorError:
+            loans.drop(round_.number)
+            raise
         return round_.form.tensor(round_.form.read(memory, total.rows), is_coalesced=True)
 
     def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
         """Fails a round on all ranks of this host."""
-        if not isinstance(error, UsageError):  # else this rank has left, which the scheduler reports
+        if not isinstance(error, LeftError):  # else the scheduler reports it
             for link in self._links:
                 number = round_.numbers[link.rank]
                 self._tell(link, Failed(number, type(error).__name__, str(error)[:MAX_REASON]))

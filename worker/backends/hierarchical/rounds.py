@@ -116,11 +116,15 @@ class HostRounds(NegotiatedRounds[HostRound]):
             with self._news:
                 self._news.wait_for(lambda: self._failure or self._awaits_servers())
             self._servers.wait(self._has_work, math.inf)
-            for round_ in self._ready():
-                if round_.is_processed:
-                    self._on_answer(round_)
-                else:
-                    self._process_negotiation(round_)
+            self._process_ready()
+
+    def _process_ready(self) -> None:
+        # In a frame of its own: that of a thread that waits would keep the last round, and so its sum.
+        for round_ in self._ready():
+            if round_.is_processed:
+                self._on_answer(round_)
+            else:
+                self._process_negotiation(round_)
 
     def _awaits_servers(self) -> bool:
         """Returns whether any round waits for an answer of a server.

@@ -62,7 +62,7 @@ Stream = Rows | _Dense
 
 def gathered(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels) -> Rows:
     """AGsparse: every rank gets the rows of all ranks and sums them in rank order."""
-    others = [rank for rank in range(group.size) if rank != group.rank]
+    others = group.others
     received = _swap(group, dict.fromkeys(others, _packed(own, table)), dict.fromkeys(others, table))
     return kernels.aggregate([_rows(received.get(rank, own)) for rank in range(group.size)], divisor)
 
@@ -102,7 +102,7 @@ def split(group: Group, own: Rows, table: Table, divisor: int, kernels: Kernels,
         (own[0][begin:end] - first, own[1][begin:end])
         for first, (begin, end) in zip(bounds, pairwise(cuts), strict=False)
     ]
-    others = [rank for rank in range(group.size) if rank != group.rank]
+    others = group.others
     mine, here = ranges[group.rank], among(group.rank, group.rank + 1)
     pushed = {rank: _packed(ranges[rank], among(rank, rank + 1)) for rank in others}
     pulled = _swap(group, pushed, dict.fromkeys(others, here))

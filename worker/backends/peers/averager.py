@@ -5,17 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import xxhash
 from torch import Tensor
 
-from zenps.errors import DeadlineError, PeerLostError, UsageError, ZenPSError, listing
+from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
 from zenps.observe import log
 
-from ...core.pending import Pending, Signal, Waiting
+from ...core.pending import LeftError, Pending, Signal, Waiting
 from ...core.request import Options
 from ...core.statistics import Progress, Report
 from ...core.transfer import SuppliedTransfer, dense_bytes
@@ -74,7 +73,7 @@ class GroupAverager:
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
         self._thread.start()
-        session.lease.ended.add_done_callback(self._on_lease_ended)
+        session.lease.call_at_end(self._fail)
 
     def average(self, name: str, step: int, tensors: Sequence[Tensor]) -> None:
         """Replaces tensors by their averages over this rank's group of the step. Call :meth:`settle` before.
@@ -120,7 +119,7 @@ class GroupAverager:
 
     def close(self) -> None:
         """Ends the thread; an average that is waited for fails."""
-        self._fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
+        self._fail(LeftError())
         self._rounds.put(None)
         self._thread.join(CLOSE_SECONDS)
 
@@ -129,11 +128,6 @@ class GroupAverager:
         if step >= metrics.steps.total:
             log.here.step = step
             metrics.steps.total += 1
-
-    def _on_lease_ended(self, ended: Future[None]) -> None:
-        error = ended.exception()
-        assert isinstance(error, ZenPSError)
-        self._fail(error)
 
     def _fail(self, error: ZenPSError) -> None:
         if self._failure is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import torch
-
 from zenps.errors import PeerLostError
 from zenps.wire.addresses import find_host
 
 from ...transport.peer_group import GlooGroup, GroupError
 from ..base import Session
+from ..negotiation import table_with
 from ..servers import ServerBackend
 
 
@@ -30,9 +29,7 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
 
     def allgather(own: bytes) -> list[bytes]:
         # An address of gloo takes 150 bytes, and 8 for each rank.
-        table = torch.zeros((size, 512 + 16 * size), dtype=torch.uint8, device="cpu")
-        entry = len(own).to_bytes(2) + own
-        table[rank, : len(entry)] = torch.frombuffer(bytearray(entry), dtype=torch.uint8)
+        table = table_with(len(own).to_bytes(2) + own, rank, size, 512 + 16 * size)
         rows = servers.negotiate(table, f"@{purpose}/addresses/{next(calls)}").wait().numpy()
         return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 

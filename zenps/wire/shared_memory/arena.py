@@ -67,9 +67,13 @@ class Arena:
 
     def __init__(self, keep_bytes: int) -> None:
         self.fd = os.memfd_create("zenps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, CAPACITY_BYTES)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-        self._memory = mmap.mmap(self.fd, CAPACITY_BYTES)
+        try:
+            os.ftruncate(self.fd, CAPACITY_BYTES)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self._memory = mmap.mmap(self.fd, CAPACITY_BYTES)
+        except BaseException:  # Ctrl-C too: the descriptor would stay open
+            os.close(self.fd)
+            raise
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._base = self._bytes.ctypes.data
         self._end = 0
@@ -127,13 +131,13 @@ class Arena:
             if self._freed.get(size):
                 begin = self._freed[size].pop()
             else:
-                begin = self._end
-                self._end += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-            if self._end > CAPACITY_BYTES:
-                raise TensorError(
-                    f"{self._end} bytes of shared memory in flight, expected at most {CAPACITY_BYTES}; "
-                    "keep fewer tensors in flight"
-                )
+                end = self._end + -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+                if end > CAPACITY_BYTES:
+                    raise TensorError(
+                        f"{end} bytes of shared memory in flight, expected at most {CAPACITY_BYTES}; "
+                        "keep fewer tensors in flight"
+                    )
+                begin, self._end = self._end, end
         block = self._bytes[begin : begin + size]
         call_after(block, self._free, begin, size)
         return block

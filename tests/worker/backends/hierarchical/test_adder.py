@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.integration.reference import assert_same_bits
 from zenps.buffers import BufferPool
-from zenps.errors import UsageError
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.backends.hierarchical import adder as sums
 from zenps.worker.backends.hierarchical.adder import Adder
 from zenps.worker.backends.hierarchical.transfer import Form, Payload
+from zenps.worker.core.pending import LeftError
 
 KERNELS = CpuKernels(BufferPool(keep_bytes=0))
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -85,5 +85,18 @@ def test_nothing_begins_once_threads_have_ended() -> None:
     adder = Adder(KERNELS, ranks=2)
     adder.close()
     part = Payload(torch.arange(3), torch.ones(3, 2))
-    with pytest.raises(UsageError, match="about to end"):
+    with pytest.raises(LeftError, match="about to end"):
         adder.add([part, part], Form(torch.Size((3, 2)), torch.float32, 1), 1)
+
+
+def test_a_system_without_a_thread_to_spare_does_not_end_the_process(
+    adder: Adder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(adder._executor, "map", refuse)
+    part = Payload(torch.arange(3), torch.ones(3, 2))
+    with pytest.raises(RuntimeError, match="new thread") as raised:
+        adder.add([part, part], Form(torch.Size((3, 2)), torch.float32, 1), 1)
+    assert not isinstance(raised.value, LeftError)

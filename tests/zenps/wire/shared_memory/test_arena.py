@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zenps.config.settings import ClusterConfig
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, TensorError
 from zenps.finalizers import run_finalizers
 from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
 from zenps.wire.tensors import tensor_from_bytes
@@ -183,12 +183,15 @@ def test_what_is_no_arena_is_refused(arena: Arena) -> None:
 
 
 def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (CAPACITY_BYTES, limits[1]))
     try:
         assert open_arena(ClusterConfig(), MIB) is None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
     assert "will travel by TCP within this host, too: no memory to share" in caplog.text
     assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None
 
@@ -199,3 +202,20 @@ def test_memory_of_a_copy_that_is_not_pooled_goes_back_to_the_system(arena: Aren
         assert arena.find(copy) is not None
         del copy
         assert (arena.pool.kept_bytes > 0) == is_pooled
+
+
+def test_an_arena_that_was_full_has_room_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(keep_bytes=0)
+    monkeypatch.setattr("zenps.wire.shared_memory.arena.CAPACITY_BYTES", 8 * MIB)
+    offset, memory = arena.allocate(4 * MIB)
+    with pytest.raises(TensorError, match=f"{12 * MIB} bytes of shared memory in flight, expected at most"):
+        arena.allocate(8 * MIB)
+    del memory
+    again, memory = arena.allocate(4 * MIB)
+    other, _ = arena.allocate(4 * MIB)
+    assert (again, other) == (offset, 4 * MIB)
+    with pytest.raises(TensorError):
+        arena.allocate(1)
+    del memory
+    assert arena.allocate(4 * MIB)[0] == offset
+    arena.close()
