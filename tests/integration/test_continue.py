@@ -274,6 +274,7 @@ def lose_one(what: str, *, with_a_server: bool = False) -> list[Any]:
         return [workers[rank].result() for rank in (0, 2)]
 
 
+@pytest.mark.long
 def test_a_loss_completes_a_barrier() -> None:
     assert lose_one("barrier") == [[None, None]] * 2
 
