@@ -301,7 +301,7 @@ def test_a_worker_and_a_server_lost_within_one_round_end_it() -> None:
         # Workers may hear of both at once, or of the server first: then the other one says so.
         assert (
             "servers have changed, within this round" in result.text
-            or "within one round of both" in result.text
+            or "a server and then rank 1 were lost within one round" in result.text
         )
 
 
