@@ -90,6 +90,7 @@ test-package: .venv/package
 # The site, into site/. Warnings, also of links and anchors that lead nowhere, are errors.
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/pytest tests/docs/test_site.py
 
 # Draws all plots again from benchmarks/results/*.json, without measuring, and takes a new picture of the status page.
 figures: .venv/installed

@@ -37,6 +37,7 @@ def test_training_goes_on_under_extreme_conditions() -> None:
     assert [one.fault for one in ends] == [""] * 4
 
 
+@pytest.mark.long
 def test_gloo_does_not_say_who_is_lost() -> None:
     loss = lose_with_gloo(signal.SIGKILL)
     assert [one.rank for one in loss.survivors] == [0, 1]

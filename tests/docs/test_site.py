@@ -31,7 +31,7 @@ def checkout(root: Path, tmp_path: Path) -> Path:
 
 
 def build(checkout: Path) -> subprocess.CompletedProcess[str]:
-    pytest.importorskip("mkdocs", reason="make .venv installs it")
+    pytest.importorskip("mkdocs", reason="make docs runs it")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(checkout / "site")]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
 

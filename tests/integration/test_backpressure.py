@@ -49,7 +49,7 @@ def is_idle(samples: Samples) -> bool:
     return samples["zenps_open_rounds", ""] == 0
 
 
-@pytest.mark.parametrize("has_keys", [False, True])
+@pytest.mark.parametrize("has_keys", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_budget_of_one_mebibyte(has_keys: bool, tmp_path: Path) -> None:
     keys = tmp_path / "keys" if has_keys else None
     if keys is not None:

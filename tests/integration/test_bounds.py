@@ -179,18 +179,18 @@ def test_a_message_without_end_costs_its_sender_the_connection(
     assert 2 * MIB < sent < 100 * MIB
     assert target.cut() == cut + 1
     # libzmq holds some 64 bytes for a frame of one, and a server keeps what is freed.
-    assert most_growth(target.pid, before) < 200 * MIB
+    assert most_growth(target.pid, before, 200 * MIB) < 200 * MIB
 
 
-def most_growth(pid: int, before: int) -> int:
-    """What is left of the growth once libzmq has freed it, in bytes."""
+def most_growth(pid: int, before: int, most: int) -> int:
+    """What is left of the growth once it is below ``most``, or libzmq has had time to free it, in bytes."""
     until = time.monotonic() + 5
-    while (growth := resident_bytes(pid) - before) > 16 * MIB and time.monotonic() < until:
+    while (growth := resident_bytes(pid) - before) >= most and time.monotonic() < until:
         time.sleep(0.1)
     return growth
 
 
-@pytest.mark.parametrize("role", ["scheduler", "server"])
+@pytest.mark.parametrize("role", [pytest.param("scheduler", marks=pytest.mark.long), "server"])
 def test_peers_that_connect_and_hang_up_are_no_matter(training: dict[str, Target], role: str) -> None:
     target = training[role]
     cut, until = target.cut(), time.monotonic() + 2
@@ -226,7 +226,7 @@ def test_an_admin_client_that_never_reads_gets_no_more_answers(training: dict[st
         for _ in range(200):
             peer.sendall(request * 250)
         time.sleep(1)
-        assert most_growth(target.pid, before) < 16 * MIB
+        assert most_growth(target.pid, before, 16 * MIB) < 16 * MIB
 
 
 # ── a worker that pushes and never reads ────────────────────────────────────────────────────────

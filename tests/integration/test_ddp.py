@@ -238,6 +238,7 @@ def test_a_table_that_a_rank_leaves_out_needs_a_gradient_that_stays(tmp_path: Pa
         assert torch.equal(got, other)
 
 
+@pytest.mark.long
 def test_pytorch_refuses_a_table_that_a_rank_leaves_out(tmp_path: Path) -> None:
     with Cluster() as cluster:
         _, second = cluster.run(leave_a_table_out, tmp_path / "store", False)

@@ -38,7 +38,10 @@ def train(name: str) -> dict[str, Tensor]:
     return test_training.train(name)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if "sparse" in name else pytest.mark.long) for name in OPTIMIZERS],
+)
 def test_training_is_that_of_one_process(name: str) -> None:
     with Cluster(RANKS, settings={"metrics.port": 0}) as cluster:
         results = cluster.run(train, name)

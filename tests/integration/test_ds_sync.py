@@ -101,7 +101,10 @@ def assert_bits(states: list[State]) -> None:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
-@pytest.mark.parametrize(("ranks", "group"), [(1, 2), (2, 2), (3, 2), (4, 2), (5, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "group"),
+    [(1, 2), pytest.param(2, 2, marks=LONG), (3, 2), (4, 2), pytest.param(5, 2, marks=LONG)],
+)
 def test_ranks_train_as_models_of_one_process_that_are_averaged(ranks: int, group: int) -> None:
     with Cluster(ranks, settings=SETTINGS | {"sync.group": group}) as cluster:
         results = cluster.run(train)
@@ -117,6 +120,7 @@ def test_ranks_train_as_models_of_one_process_that_are_averaged(ranks: int, grou
         assert all(sent <= stats.pushed_bytes <= sent + 2 * model_bytes for _, _, stats in results)
 
 
+@pytest.mark.long
 def test_timing_changes_no_bit() -> None:
     found: list[list[State]] = []
     for jitter_seconds in (0.0, 0.02):

@@ -135,7 +135,7 @@ LEFT = {"scheduler": 0, "server 0": 0, "worker 0": 1, "worker 1": 1}
         ("scheduler", signal.SIGINT, 130, LOST),
         pytest.param("worker 0", signal.SIGTERM, 143, LEFT, marks=pytest.mark.long),
         ("worker 1", signal.SIGTERM, 143, LEFT),
-        ("worker 1", signal.SIGKILL, -9, LOST),
+        pytest.param("worker 1", signal.SIGKILL, -9, LOST, marks=pytest.mark.long),
     ],
 )
 def test_one_ends_and_all_do(

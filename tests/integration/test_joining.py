@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scripts import run_script
 
 
@@ -36,19 +36,20 @@ def test_ranks_are_those_of_the_environment() -> None:
         cluster.drain()
 
 
-def test_ranks_are_given_where_nobody_asks_and_a_late_worker_is_refused() -> None:
+def test_ranks_are_given_where_nobody_asks_and_a_late_worker_is_refused(tmp_path: Path) -> None:
     with Cluster(workers=2, servers=1) as cluster:
-        workers = [cluster.start(hold_and_identify), cluster.start(hold_and_identify)]
+        workers = [cluster.start(hold_and_identify, tmp_path / "go") for _ in range(2)]
         cluster.await_state("running")
         late = cluster.start(join, init=False).result()
         assert late.kind == "UsageError"
         assert "complete with 2 worker(s)" in late.text
+        (tmp_path / "go").touch()
         results = sorted(worker.result() for worker in workers)
         assert results == [(0, 2, 0, 2), (1, 2, 1, 2)]
 
 
-def hold_and_identify() -> tuple[int, int, int, int]:
-    time.sleep(2)
+def hold_and_identify(go: Path) -> tuple[int, int, int, int]:
+    await_file(go)
     zps.barrier()
     return identify()
 
@@ -70,7 +71,7 @@ def test_a_rank_can_be_taken_once() -> None:
         assert (first.result()[0], other.result()[0]) == (0, 1)
 
 
-@pytest.mark.parametrize("local_rank", ["first", "-1"])
+@pytest.mark.parametrize("local_rank", ["first", pytest.param("-1", marks=pytest.mark.long)])
 def test_a_wrong_local_rank_is_refused_before_the_worker_registers(local_rank: str) -> None:
     with Cluster(workers=1, servers=1) as cluster:
         refused = cluster.start(join, init=False, environ={"LOCAL_RANK": local_rank}).result()
@@ -182,6 +183,7 @@ zps.shutdown()
 """
 
 
+@pytest.mark.long
 def test_a_script_alone_runs_with_size_1(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ALONE)

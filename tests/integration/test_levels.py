@@ -183,8 +183,10 @@ def diagnose() -> Check:
     [
         ({}, "1, with 2 worker(s) on 1 host(s)", True),
         ({"sync.levels": 2}, "2, with 2 worker(s) on 1 host(s): they reduce there, not at servers", False),
-        ({"cluster.on_worker_loss": "continue"}, "1, with 2 worker(s) on 1 host(s)", False),
-        ({"sync.scheme": "agsparse"}, "1, with 2 worker(s) on 1 host(s)", False),
+        *(
+            pytest.param(settings, "1, with 2 worker(s) on 1 host(s)", False, marks=pytest.mark.long)
+            for settings in ({"cluster.on_worker_loss": "continue"}, {"sync.scheme": "agsparse"})
+        ),
     ],
 )
 def test_the_doctor_knows_who_could_reduce_first(
@@ -351,16 +353,18 @@ def test_ranks_that_disagree_are_named_on_all() -> None:
             assert torch.equal(well, torch.full((ROWS, COLUMNS), 3.0))
 
 
-def push_late() -> tuple[object, Tensor]:
+def push_late(missed: Path) -> tuple[object, Tensor]:
     """Rank 1 comes late to one tensor. The ranks are in step again with the next."""
     if zps.rank() == 1:
-        time.sleep(3)
-    return attempt(zps.push_pull, table(0), "late"), zps.push_pull(table(0), "x", average=False)
+        await_file(missed)
+    late = attempt(zps.push_pull, table(0), "late")
+    missed.touch()
+    return late, zps.push_pull(table(0), "x", average=False)
 
 
-def test_a_rank_that_is_late_is_named() -> None:
+def test_a_rank_that_is_late_is_named(tmp_path: Path) -> None:
     with Cluster(WORKERS, 1, {"sync.levels": 2, "cluster.deadline_seconds": 1.5}) as cluster:
-        for late, well in cluster.run(push_late):
+        for late, well in cluster.run(push_late, tmp_path / "missed"):
             assert late.kind == "DeadlineError"
             assert late.text == "tensor 'late', step 0: no push within 1.5 s from rank(s) 1"
             assert well._values().sum() == 3 * 10_000 * COLUMNS
@@ -430,7 +434,7 @@ def push_under_limit(limited: int) -> tuple[list[Tensor], int]:
         zps.shutdown()
 
 
-@pytest.mark.parametrize("limited", [0, 1])
+@pytest.mark.parametrize("limited", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_limit_of_address_space_leaves_one_level(limited: int) -> None:
     with Cluster(2, 1, {"sync.levels": 2}) as cluster:
         workers = [cluster.start(push_under_limit, limited, rank=rank, init=False) for rank in range(2)]

@@ -16,6 +16,7 @@ import torch
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt, await_file
+from tests.integration.test_interrupts import soon
 from tests.zenps.conftest import Command
 from zenps.errors import TensorError
 from zenps.wire.shared_memory.arena import Arena
@@ -213,15 +214,14 @@ def test_a_name_is_free_after_a_failed_copy_into_shared_memory() -> None:
     assert torch.equal(result, torch.full((200_000,), 2.0))
 
 
-def with_a_dropped_handle(seconds: float) -> Any:
+def with_a_dropped_handle() -> Any:
     zps.push_pull_async(torch.ones(3), "x")
-    time.sleep(seconds)
-    return zps.push_pull(torch.ones(3), "x").tolist()
+    return soon(torch.ones(3), "x").tolist()
 
 
 def test_a_name_whose_handle_was_dropped_is_free_once_its_answer_has_come() -> None:
     with Cluster(workers=1, servers=1) as cluster:
-        assert cluster.run(with_a_dropped_handle, 0.2) == [[1, 1, 1]]
+        assert cluster.run(with_a_dropped_handle) == [[1, 1, 1]]
 
 
 def open_files(addresses: list[str]) -> list[list[str]]:

@@ -372,20 +372,29 @@ def uneven_in_one_process() -> State:
 
 
 class Uneven:
-    """A loop whose ranks have :data:`UNEVEN` batches, inside ``join``."""
+    """A loop whose ranks have :data:`UNEVEN` batches, inside ``join``; or a process alone has all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         self.model = make_model()
-        self.optimizer = zps.DistributedOptimizer(
-            torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5), self.model.named_parameters()
-        )
-        self.outcomes: list[Any] = []
+        sgd = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.5)
+        self.optimizer: Any = sgd if alone else zps.DistributedOptimizer(sgd, self.model.named_parameters())
+        self._alone = alone
+
+    def loss(self, number: int, part: int = 0) -> Tensor:
+        if not self._alone:
+            return loss_of(self.model, number, zps.rank(), part)
+        losses = [loss_of(self.model, number, rank, part) for rank in range(RANKS) if number < UNEVEN[rank]]
+        return torch.stack(losses).sum() / RANKS
+
+    def synchronize(self) -> None:
+        if not self._alone:
+            self.optimizer.synchronize()
 
     def run(self, step: Callable[[Uneven, int], None]) -> State:
-        with zps.join(self.optimizer):
-            for number in range(UNEVEN[zps.rank()]):
+        with nullcontext() if self._alone else zps.join(self.optimizer):
+            for number in range(max(UNEVEN) if self._alone else UNEVEN[zps.rank()]):
                 self.optimizer.zero_grad()
-                loss_of(self.model, number, zps.rank()).backward()
+                self.loss(number).backward()
                 step(self, number)
         momenta = [state["momentum_buffer"].to_dense() for state in self.optimizer.state.values()]
         rates = torch.tensor([group["lr"] for group in self.optimizer.param_groups])
@@ -397,13 +406,13 @@ class Uneven:
 
 
 def clipped(loop: Uneven, _: int) -> None:
-    loop.optimizer.synchronize()
+    loop.synchronize()
     nn.utils.clip_grad_norm_(loop.model.dense(), 0.05)
     loop.optimizer.step()
 
 
 def scaled(loop: Uneven, _: int) -> None:
-    loop.optimizer.synchronize()
+    loop.synchronize()
     for parameter in loop.model.dense():
         if parameter.grad is not None:
             parameter.grad /= 64
@@ -411,7 +420,7 @@ def scaled(loop: Uneven, _: int) -> None:
 
 
 def left_out(loop: Uneven, number: int) -> None:
-    loop.optimizer.synchronize()
+    loop.synchronize()
     if number != 4:
         loop.optimizer.step()
 
@@ -425,24 +434,12 @@ def with_leftovers(loop: Uneven, number: int) -> None:
     """As a GAN's generator leaves gradients in its critic."""
     loop.optimizer.step()
     loop.optimizer.zero_grad()
-    loss_of(loop.model, number, zps.rank(), 1).backward()
+    loop.loss(number, 1).backward()
 
 
 UNEVEN_STEPS = {
     each.__name__: each for each in (clipped, scaled, left_out, with_another_rate, with_leftovers)
 }
-
-
-def clipped_in_one_process() -> State:
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    for step in range(max(UNEVEN)):
-        optimizer.zero_grad()
-        losses = [loss_of(model, step, rank) for rank in range(RANKS) if step < UNEVEN[rank]]
-        (torch.stack(losses).sum() / RANKS).backward()
-        nn.utils.clip_grad_norm_(model.dense(), 0.05)
-        optimizer.step()
-    return state_of(model)
 
 
 def disagree_once() -> list[Any]:
@@ -533,7 +530,7 @@ def run_all() -> dict[str, Any]:
     results["uneven"] = attempt(uneven)
     results["misuse of join"] = misuse_of_join()
     for name, step in UNEVEN_STEPS.items():
-        results[name] = attempt(Uneven().run, step)
+        results[name] = attempt(Uneven(alone=False).run, step)
     results["disagree"] = disagree_once()
     results["drops alone"] = drops_alone()
     results["joins"] = joins_in_another_order()
@@ -614,9 +611,7 @@ def test_ranks_whose_input_has_ended_get_what_the_others_have_applied(
     assert not isinstance(first, Raised), first
     assert not isinstance(second, Raised), second
     assert all(torch.equal(first[key], second[key]) for key in first)
-    if name == "clipped":
-        wanted = clipped_in_one_process()
-        assert_same({key: first[key] for key in wanted}, wanted)
+    assert_same(first, Uneven(alone=True).run(UNEVEN_STEPS[name]))
 
 
 def test_a_step_on_which_ranks_in_a_join_disagree_is_lost_alone(results: list[dict[str, Any]]) -> None:

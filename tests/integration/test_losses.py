@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.scripts import run_script
 from zenps.worker.process import PROCESS
 
@@ -21,23 +21,23 @@ SLACK_SECONDS = 2.0
 """What a machine that is busy with others may add to the lease."""
 
 
-def miss() -> dict[str, Any]:
+def miss(missed: Path) -> dict[str, Any]:
     """Rank 1 misses a barrier and a push; afterwards the ranks are in step again."""
     outcomes: dict[str, Any] = {}
     if zps.rank() == 1:
-        time.sleep(4)
+        await_file(missed)
     else:
         outcomes["barrier"] = attempt(zps.barrier)
     outcomes["push"] = attempt(zps.push_pull, torch.ones(3), "x")
     if zps.rank() == 0:
-        time.sleep(1.5)
+        missed.touch()
     outcomes["next"] = attempt(zps.push_pull, torch.ones(3), "x")
     return outcomes
 
 
-def test_deadlines_name_who_is_missing() -> None:
+def test_deadlines_name_who_is_missing(tmp_path: Path) -> None:
     with Cluster(settings={"cluster.deadline_seconds": 1}) as cluster:
-        first, second = (cluster.start(miss, rank=rank) for rank in range(2))
+        first, second = (cluster.start(miss, tmp_path / "missed", rank=rank) for rank in range(2))
         on_time, late = first.result(), second.result()
     assert on_time["barrier"].kind == "DeadlineError"
     assert "barrier 1: not reached within 1 s by worker 1 (host" in on_time["barrier"].text
@@ -114,6 +114,7 @@ def leave_early() -> Any:
     return attempt(zps.push_pull, torch.ones(3), "x"), attempt(zps.barrier)
 
 
+@pytest.mark.long
 def test_a_worker_that_left_is_named() -> None:
     with Cluster() as cluster:
         (push, barrier), _ = cluster.run(leave_early)
@@ -130,9 +131,10 @@ def test_a_script_that_crashes_takes_its_leave(tmp_path: Path) -> None:
         survivor = cluster.start(leave_early, rank=0)
         crashed = run_script(script, {"ZENPS_CLUSTER_SCHEDULER": cluster.address, "RANK": "1"})
         assert crashed.returncode == 3
-        push, _ = survivor.result()
+        push, barrier = survivor.result()
         assert push.kind == "PeerLostError"
         assert "left the job" in push.text
+        assert "worker 1 (host" in barrier.text
 
 
 def act_after_the_lease_has_ended() -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import assert_same
 from tests.integration.test_losses import SLACK_SECONDS
 from tests.integration.test_training import train, train_in_one_process
@@ -106,16 +106,18 @@ def test_torch_distributed_may_be_used_beside(tmp_path: Path) -> None:
         assert cluster.run(beside_torch_distributed, tmp_path / "store") == [2 * sum(range(20)) + 200] * 2
 
 
-def push_late() -> tuple[object, torch.Tensor]:
+def push_late(missed: Path) -> tuple[object, torch.Tensor]:
     """Rank 1 comes late to one tensor. The ranks are in step again with the next."""
     if zps.rank() == 1:
-        time.sleep(3)
-    return attempt(zps.push_pull, torch.ones(3), "late"), zps.push_pull(torch.ones(3), "x", average=False)
+        await_file(missed)
+    late = attempt(zps.push_pull, torch.ones(3), "late")
+    missed.touch()
+    return late, zps.push_pull(torch.ones(3), "x", average=False)
 
 
-def test_a_deadline_ends_one_round() -> None:
+def test_a_deadline_ends_one_round(tmp_path: Path) -> None:
     with Cluster(2, 1, {"sync.scheme": "agsparse", "cluster.deadline_seconds": 1.5}) as cluster:
-        for late, following in cluster.run(push_late):
+        for late, following in cluster.run(push_late, tmp_path / "missed"):
             assert late.kind == "DeadlineError"
             assert "tensor 'late', step 0: no push within 1.5 s from rank(s) 1" in late.text
             assert following.tolist() == [2.0, 2.0, 2.0]

@@ -266,7 +266,7 @@ class Outcome(NamedTuple):
     ranks: list[dict[str, Any]]
 
 
-SHORT = ("balanced", "plug-in", "chunked", "small messages")
+SHORT = ("balanced", "plug-in", "chunked")
 """Those in the default suite."""
 
 

@@ -205,6 +205,7 @@ def test_servers_join_and_leave_while_a_job_trains(tmp_path: Path, undisturbed: 
             _assert_equal(state, undisturbed)
 
 
+@pytest.mark.long
 def test_a_server_that_is_told_to_end_leaves_nothing_undone(
     cluster: Cluster, tmp_path: Path, undisturbed: State
 ) -> None:

@@ -229,13 +229,11 @@ def push_kinds() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"sync.scheme": "allreduce"},
-        {"sync.scheme": "byteps"},
         {"sync.scheme": "omnireduce"},
         pytest.param({"sync.scheme": "byteps", "sync.levels": 2}, marks=pytest.mark.long),
         *(
             pytest.param({"sync.scheme": name}, marks=pytest.mark.long)
-            for name in ("zenps", "zen", "sparse-ps", "auto", "agsparse", "sparcml")
+            for name in ("allreduce", "byteps", "zenps", "zen", "sparse-ps", "auto", "agsparse", "sparcml")
         ),
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),

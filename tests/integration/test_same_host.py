@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
@@ -48,11 +49,15 @@ def push_and_keep(number_of_rounds: int = ROUNDS, first: int = 0) -> tuple[list[
     return results, shared_bytes()
 
 
+@functools.cache
+def expected(kind: str, number: int, ranks: int) -> Tensor:
+    return reduce_in_rank_order([make(kind, number, rank) for rank in range(ranks)], average=True)
+
+
 def check(results: list[dict[str, Tensor]], ranks: int = 2, first: int = 0) -> None:
     for number, by_kind in enumerate(results, first):
         for kind, result in by_kind.items():
-            parts = [make(kind, number, rank) for rank in range(ranks)]
-            assert_same_bits(result, reduce_in_rank_order(parts, average=True))
+            assert_same_bits(result, expected(kind, number, ranks))
 
 
 @pytest.mark.parametrize(

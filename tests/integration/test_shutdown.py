@@ -104,8 +104,9 @@ def cases() -> list[Case]:
 
 
 # The others take minutes, most of which are imports of torch.
-SHORT = {("rendezvous", "ctrl-c"), ("stopped", "sigterm")}
+SHORT = {("rendezvous", "ctrl-c")}
 LONG = {
+    ("stopped", "sigterm"),
     ("backward", "kill"),
     ("ddp", "exception"),
     ("push_pull", "sys.exit"),

@@ -132,7 +132,10 @@ def assert_close(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("scheme", ["zenps", "zen", "omnireduce", "agsparse"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["zenps", "omnireduce", *(pytest.param(name, marks=pytest.mark.long) for name in ("zen", "agsparse"))],
+)
 def test_ranks_train_as_one_process_with_all_residuals(scheme: str) -> None:
     with Cluster(RANKS, settings=SETTINGS | {"sync.scheme": scheme}) as cluster:
         results = cluster.run(train)
@@ -160,14 +163,19 @@ def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    ("name", "scheme"),
     [
-        "zenps",
-        "agsparse",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("zen", "sparse-ps", "auto")),
+        ("exdyna", "zenps"),
+        ("exdyna", "agsparse"),
+        ("micro", "zenps"),
+        pytest.param("micro", "agsparse", marks=pytest.mark.long),
+        *(
+            pytest.param(name, scheme, marks=pytest.mark.long)
+            for name in ("exdyna", "micro")
+            for scheme in ("zen", "sparse-ps", "auto")
+        ),
     ],
 )
-@pytest.mark.parametrize("name", ["exdyna", "micro"])
 def test_an_agreed_exchange_is_that_of_one_process(scheme: str, name: str) -> None:
     settings = SETTINGS | {"sync.scheme": scheme, "sync.sparsifier": name}
     with Cluster(RANKS, settings=settings) as cluster:
@@ -277,6 +285,7 @@ def test_tensors_may_be_waited_for_in_any_order() -> None:
     with Cluster(RANKS, settings=SETTINGS | {"sync.sparsifier": "exdyna"}) as cluster:
         results = cluster.run(push_many)
     assert results[0] == results[1] == results[2]
+    assert all(results[0]), "nothing of some tensor was selected"
 
 
 def push_many() -> list[float]:
@@ -317,7 +326,7 @@ def train_with_ddp(store: Path) -> dict[str, Tensor]:
     return values_of(model) | {"stats": torch.tensor([stats.whole_elements, stats.selected_elements])}
 
 
-@pytest.mark.parametrize("name", ["topk", "exdyna"])
+@pytest.mark.parametrize("name", ["topk", pytest.param("exdyna", marks=pytest.mark.long)])
 def test_ddp_pushes_each_layout_whole_once(tmp_path: Path, name: str) -> None:
     with Cluster(2, settings=SETTINGS | {"sync.sparsifier": name}) as cluster:
         results = cluster.run(train_with_ddp, tmp_path / "store")
@@ -426,7 +435,7 @@ def test_a_plug_in_that_breaks_on_one_leader_keeps_nobody_waiting() -> None:
         assert steps[1].kind == ("UsageError" if rank < 2 else "MismatchError")
 
 
-@pytest.mark.parametrize("scheme", ["zenps", "agsparse"])
+@pytest.mark.parametrize("scheme", ["zenps", pytest.param("agsparse", marks=pytest.mark.long)])
 def test_ranks_that_count_differently_many_get_an_error(scheme: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": f"{__name__}:Unequal", "sync.scheme": scheme}
     with Cluster(RANKS, settings=settings) as cluster:
@@ -440,11 +449,16 @@ def test_ranks_that_count_differently_many_get_an_error(scheme: str) -> None:
     ("kind", "reason"),
     [
         ("Wrong", "Wrong: ZeroDivisionError('by zero') in learn or count; correct the sparsifier"),
-        ("WrongLater", "WrongLater: ZeroDivisionError('by zero') in sent; correct the sparsifier"),
-        (
+        pytest.param(
+            "WrongLater",
+            "WrongLater: ZeroDivisionError('by zero') in sent; correct the sparsifier",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "Miscounting",
             "Miscounting.count: expected int64 [n], got torch.float32 of shape (3,) on cpu; correct the "
             "sparsifier",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -586,8 +600,8 @@ WITH_MOMENTUM = SETTINGS | {"sync.sparsifier": "dgc", "sparsifier.least_bytes": 
     "sgd",
     [
         {"momentum": 0.9, "weight_decay": 0.1},
-        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-        {"weight_decay": 0.1},
+        pytest.param({"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, marks=pytest.mark.long),
+        pytest.param({"weight_decay": 0.1}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -100,9 +100,16 @@ def assert_bits(states: list[State]) -> None:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), RANKS])
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("name", ["momentum", "sparse adam and adam"])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=LONG), RANKS])
+@pytest.mark.parametrize(
+    ("name", "staleness"),
+    [
+        ("momentum", 1),
+        ("sparse adam and adam", 3),
+        pytest.param("momentum", 3, marks=LONG),
+        pytest.param("sparse adam and adam", 1, marks=LONG),
+    ],
+)
 def test_each_step_applies_the_averages_of_some_steps_before(name: str, staleness: int, ranks: int) -> None:
     with Cluster(ranks, settings=settings(staleness)) as cluster:
         results = cluster.run(train, name)
@@ -132,6 +139,7 @@ def test_a_delay_of_no_step_is_bsp_bit_for_bit() -> None:
     assert_bits(found)
 
 
+@pytest.mark.long
 def test_timing_changes_no_bit() -> None:
     found = []
     for jitter_seconds in (0.0, 0.02):

@@ -53,14 +53,21 @@ def test_a_worker_that_pushes_nothing_is_told_once(framework: str, remedy: str) 
             assert remedy in worker.log
 
 
-@pytest.mark.parametrize("way", ["optimizer", "push_pull"])
+@pytest.mark.parametrize("way", ["optimizer", pytest.param("push_pull", marks=pytest.mark.long)])
 def test_a_worker_that_pushes_is_not(way: str) -> None:
     with Cluster(servers=1) as cluster:
         cluster.run(train, 4, way, "")
         assert all(WARNING not in worker.log for worker in cluster.workers)
 
 
-@pytest.mark.parametrize(("workers", "steps", "way"), [(1, 4, "alone"), (2, 1, "alone"), (2, 4, "left")])
+@pytest.mark.parametrize(
+    ("workers", "steps", "way"),
+    [
+        pytest.param(1, 4, "alone", marks=pytest.mark.long),
+        (2, 1, "alone"),
+        pytest.param(2, 4, "left", marks=pytest.mark.long),
+    ],
+)
 def test_nor_is_one_that_is_alone_or_steps_once_or_has_left(workers: int, steps: int, way: str) -> None:
     with Cluster(workers, 1) as cluster:
         cluster.run(train, steps, way, "")

@@ -61,7 +61,11 @@ def push_many(table: int, count: int, schemes_bits: bool) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("settings", [{}, {"cluster.same_host": "tcp", "sync.codec": "bitmap"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param({"cluster.same_host": "tcp", "sync.codec": "bitmap"}, marks=pytest.mark.long)],
+    ids=str,
+)
 def test_rows_that_are_too_many_for_a_message_travel_in_fragments(settings: dict[str, object]) -> None:
     """The first round of a table expects no rows: its only chunk has megabytes, a message 64 KiB."""
     table = (1 << 40) if not settings else 30_000

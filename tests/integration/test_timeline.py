@@ -14,13 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file
 from zenps.observe import clock
 from zenps.observe.timeline import merge
 
 TENSORS = ("table", "large", "small")
 SKEW_SECONDS = 3600
-LEASE_SECONDS = 1.0
 MIN_STEPS = 3
 
 Events = list[dict[str, Any]]
@@ -36,7 +35,8 @@ def train(path: Path, rank: int) -> None:
     while not one_step(path):
         now = time.monotonic()
         assert now < began + 60
-        if now > began + 0.7:  # by now each process has written something
+        # By now each process has written something, and heartbeats have told the scheduler of steps.
+        if now > began + LEASE_SECONDS / 2:
             (path / f"trained{rank}").touch()
         time.sleep(0.02)
     zps.barrier()
@@ -64,6 +64,8 @@ def one_step(path: Path) -> bool:
 class Outcome(NamedTuple):
     whole: dict[str, Any]
     logs: dict[str, list[dict[str, Any]]]
+    names: dict[int, str]
+    """Of processes, by pid: ``worker 1``."""
 
     @property
     def events(self) -> Events:
@@ -74,9 +76,8 @@ class Outcome(NamedTuple):
         return [e for e in self.events if wanted.items() <= e.items() and self.name(e).startswith(role)]
 
     def name(self, event: dict[str, Any]) -> str:
-        """That of its process: ``worker 1``."""
-        names = [e for e in self.events if e["name"] == "process_name" and e["pid"] == event["pid"]]
-        return str(names[-1]["args"]["name"])
+        """That of its process."""
+        return self.names[event["pid"]]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         processes = [cluster.scheduler, *cluster.servers, *workers]
         logs = {p.name: [json.loads(line) for line in p.log.splitlines()] for p in processes}
     assert merge(sorted(parts.iterdir()), path / "trace.json") == 5
-    return Outcome(json.loads((path / "trace.json").read_text()), logs)
+    whole = json.loads((path / "trace.json").read_text())
+    names = {e["pid"]: e["args"]["name"] for e in whole["traceEvents"] if e["name"] == "process_name"}
+    return Outcome(whole, logs, names)
 
 
 # ── the timeline ────────────────────────────────────────────────────────────────────────────────

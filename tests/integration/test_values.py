@@ -77,7 +77,10 @@ def train(progress: Path | None = None) -> dict[str, Any]:
 # ── in the test process ─────────────────────────────────────────────────────────────────────────
 
 
-every_form = pytest.mark.parametrize("form", VALUE_CODECS)
+every_form = pytest.mark.parametrize(
+    "form",
+    [pytest.param(form, marks=pytest.mark.long if form == "float16" else ()) for form in VALUE_CODECS],
+)
 
 
 @functools.cache

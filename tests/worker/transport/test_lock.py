@@ -84,6 +84,14 @@ def by() -> float:
     return time.monotonic() + 2 * DEADLINE_SECONDS
 
 
+def await_sleeper(driver: Driver) -> None:
+    """Waits until another thread sleeps, because the lock is taken."""
+    until = time.monotonic() + DEADLINE_SECONDS
+    while not driver.lock._sleepers.alarms:
+        assert time.monotonic() < until, "no thread sleeps"
+        time.sleep(0.001)
+
+
 def test_a_free_lock_is_taken_for_a_command_at_once_and_here(driver: Driver) -> None:
     ran: list[int] = []
     driver.post(lambda: ran.append(threading.get_ident()))
@@ -169,7 +177,7 @@ def test_a_sleeper_that_is_notified_leaves_while_another_polls(
     polling = threads.submit(driver.wait, over.is_set, by())
     assert driver.polls.wait(DEADLINE_SECONDS)
     sleeping = threads.submit(driver.wait, ready.is_set, by())
-    time.sleep(SOON_SECONDS)
+    await_sleeper(driver)
     assert not sleeping.done()
     ready.set()
     driver.lock.notify()
@@ -186,7 +194,7 @@ def test_a_sleeper_takes_the_lock_that_the_owner_releases(
     polling = threads.submit(driver.wait, first.is_set, by())
     assert driver.polls.wait(DEADLINE_SECONDS)
     sleeping = threads.submit(driver.wait, second.is_set, by())
-    time.sleep(SOON_SECONDS)
+    await_sleeper(driver)
     driver.polls.clear()
     driver.post(first.set)
     polling.result(DEADLINE_SECONDS)

@@ -164,8 +164,22 @@ def test_keygen_refuses_a_directory_of_others(zenps: Any, tmp_path: Path) -> Non
     assert_refused(zenps("keygen", "."), "DIR = '.'", "chmod 700")
 
 
-@pytest.mark.parametrize("subcommand", ["launch", "scheduler", "server", "worker", "status"])
-@pytest.mark.parametrize("damage", ["open to others", "missing", "malformed"])
+SECURED = ["launch", "scheduler", "server", "worker", "status"]
+
+
+@pytest.mark.parametrize(
+    ("subcommand", "damage"),
+    [
+        *((name, "open to others") for name in SECURED),
+        ("launch", "missing"),
+        ("launch", "malformed"),
+        *(
+            pytest.param(name, damage, marks=pytest.mark.long)
+            for name in SECURED[1:]
+            for damage in ("missing", "malformed")
+        ),
+    ],
+)
 def test_bad_secret_is_refused_in_one_line(zenps: Any, tmp_path: Path, subcommand: str, damage: str) -> None:
     generate(tmp_path / "keys", workers=1, servers=1)
     for secret in (tmp_path / "keys").glob("*.secret"):

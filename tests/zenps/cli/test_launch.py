@@ -59,25 +59,20 @@ def test_success(zenps: Any) -> None:
 
 
 def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
-    script = "import zenps as zps; zps.init(); print(zps.rank(), zps.size()); zps.shutdown()"
+    """Infinities are summed without a warning."""
+    script = (
+        "import torch, zenps as zps; zps.init(); values = torch.tensor([float('inf'), 3e38]);"
+        "values[0] *= 1 - 2 * zps.rank(); total = zps.push_pull(values, 'a', average=False).tolist();"
+        "print(zps.rank(), zps.size(), total); zps.shutdown()"
+    )
     done = zenps("launch", "--workers", "2", "--servers", "2", "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["worker 0  | 0 2", "worker 1  | 1 2"]
+    assert sorted(done.stdout.splitlines()) == [f"worker {r}  | {r} 2 [nan, inf]" for r in range(2)]
+    assert "Warning" not in done.stderr
     assert re.search(r"scheduler e\d+( s\d+)?: stopped", done.stderr)
     assert "launch    | zenps status --set cluster.scheduler=" in done.stderr
     assert done.stderr.count("launch ") == 1  # its only line
     assert_nothing_is_left(zenps)
-
-
-def test_infinities_are_summed_without_a_warning(zenps: Any) -> None:
-    script = (
-        "import torch, zenps as zps; zps.init(); sign = 1 - 2 * zps.rank();"
-        "print(zps.push_pull(torch.tensor([sign * float('inf'), 3e38]), 'a', average=False).tolist());"
-        "zps.shutdown()"
-    )
-    done = zenps("launch", "--workers", "2", "--", sys.executable, "-c", script)
-    assert sorted(done.stdout.splitlines()) == ["worker 0  | [nan, inf]", "worker 1  | [nan, inf]"]
-    assert "Warning" not in done.stderr
 
 
 @pytest.mark.long
@@ -158,7 +153,13 @@ def test_scheduler_that_fails_at_once(zenps: Any) -> None:
 # ── crashes and signals ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("role", "line"), [("server", r".* zenps\.cli server"), ("worker", "sleep 600")])
+@pytest.mark.parametrize(
+    ("role", "line"),
+    [
+        ("server", r".* zenps\.cli server"),
+        pytest.param("worker", "sleep 600", marks=pytest.mark.long),
+    ],
+)
 def test_crash_of_a_role_ends_all_before_the_cluster_is_complete(
     zenps: Any, sleepers: Any, role: str, line: str
 ) -> None:
@@ -305,7 +306,9 @@ def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleeper
     assert_nothing_is_left(zenps)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM, signal.SIGHUP]
+)
 def test_signal_ends_all(zenps: Any, sleepers: Any, number: signal.Signals) -> None:
     sleepers.send_signal(number)
     out, err = sleepers.communicate(timeout=60)

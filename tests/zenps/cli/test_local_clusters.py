@@ -136,6 +136,7 @@ def test_nothing_secret_is_written(zenps: Any, tmp_path: Path) -> None:
     end(popen)
 
 
+@pytest.mark.long
 def test_workers_without_torchrun_s_variables_train(zenps: Any) -> None:
     script = (
         "import os, zenps as zps; zps.init();"
