@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import zmq
-from msgspec import Struct, structs
+from msgspec import structs
 
 from zenps.errors import PeerLostError, ProtocolError, UsageError, ZenPSError
 from zenps.observe import log
@@ -40,6 +39,7 @@ from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
+from .commands import Close, Command, Departed, Submit, Tick, Watermark, answer_error, event_error
 from .lock import CombiningLock
 from .membership import Membership
 from .pushes import PushWriter, Sender
@@ -61,26 +61,6 @@ CLOSE_SECONDS = 1.0
 # Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
 # push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
 AHEAD_MESSAGES = 2
-
-
-class _Submit(Struct, frozen=True):
-    pending: Pending
-    rounds: Sequence[Round]
-
-
-class _Departed(NamedTuple):
-    server: int
-
-
-class _Watermark(NamedTuple):
-    number: int
-
-
-class _Close:
-    """The last command."""
-
-
-_Command = _Submit | View | _Watermark | _Departed | Future[None] | ZenPSError | _Close
 
 
 class Channel(Waiter):
@@ -115,21 +95,21 @@ class Channel(Waiter):
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
         self._epoch, self._ring_epoch, self._admitted = 0, view.ring_epoch, view.admitted
-        self._lock: CombiningLock[_Command] = CombiningLock()
+        self._lock: CombiningLock[Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
         self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
         self._closed = False
-        self._post(view)
+        self._follow(view)  # nobody else has this channel yet, and what fails here fails init()
         if wire.prioritized:
             threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True).start()
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
         rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
-        self._post(_Submit(pending, rounds))
+        self._post(Submit(pending, rounds))
 
     def arena(self) -> Arena | None:
         """Returns memory that servers on this host can read; None if there are none, or after a failure.
@@ -149,11 +129,11 @@ class Channel(Waiter):
 
     def on_watermark(self, watermark: int) -> None:
         """Notes that the scheduler has begun a watermark."""
-        self._post(_Watermark(watermark))
+        self._post(Watermark(watermark))
 
     def on_departed(self, server: int) -> None:
         """Ends the connectivity check of a server that the scheduler has reported as gone."""
-        self._post(_Departed(server))
+        self._post(Departed(server))
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -191,7 +171,7 @@ class Channel(Waiter):
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
         self.fail(UsageError("this worker has left the cluster; call zenps.init() to join again"))
-        self._post(_Close())
+        self._post(Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
@@ -208,7 +188,7 @@ class Channel(Waiter):
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
-    def _post(self, command: _Command) -> None:
+    def _post(self, command: Command) -> None:
         with MASK:
             if self._lock.take_or_leave(command):
                 try:
@@ -225,25 +205,34 @@ class Channel(Waiter):
             self._release()
             raise
 
-    def _run(self, command: _Command) -> None:
-        match command:
-            case _Submit(pending, rounds):
-                for round_ in rounds:
-                    self._begin(round_, pending)
-            case View():
-                self._follow(command)
-            case _Watermark(number):
-                self._rounds.on_watermark(number)
-                # What was sent to them may have been lost with a connection.
-                self._servers.greet()
-            case _Departed(server):
-                self._servers.connectivity.on_answer(server)
-            case Future():
-                command.set_result(None)
-            case ZenPSError():
-                self._execute(self._rounds.on_lost(command))
-            case _Close():
-                self._close_sockets()
+    def _run(self, command: Command) -> None:
+        try:
+            match command:
+                case Submit(pending, rounds):
+                    for round_ in rounds:
+                        self._begin(round_, pending)
+                case View():
+                    self._follow(command)
+                case Watermark(number):
+                    self._rounds.on_watermark(number)
+                    # What was sent to them may have been lost with a connection.
+                    self._servers.greet()
+                case Departed(server):
+                    self._servers.connectivity.on_answer(server)
+                case Future():
+                    command.set_result(None)
+                case ZenPSError():
+                    self._execute(self._rounds.on_lost(command))
+                case Tick(now):
+                    self._on_tick(now)
+                case Close():
+                    self._close_sockets()
+        except Exception as error:  # noqa: BLE001
+            self._on_error(error)
+
+    def _on_error(self, error: Exception) -> None:
+        """Fails all rounds: some may not be pushed any more, and the caller may be a thread that has none."""
+        self._execute(self._rounds.on_lost(event_error(error)))
 
     def _poll(self, ready: Callable[[], bool], until: float) -> None:
         while True:
@@ -253,27 +242,34 @@ class Channel(Waiter):
             if ready() or self._closed or now >= until:
                 return
             if now >= self._next_tick:
-                self._execute(self._rounds.on_tick(now))
-                self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
-                oldest = next(iter(self._pending.values()), None)
-                self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
+                self._run(Tick(now))
                 continue
             events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
             if MASK.is_held:  # not lifted while it polls, for that would cost each round more than the poll
                 with MASK.lifted:
                     pass
-            for socket, event in events:
-                if isinstance(socket, int):
-                    self._lock.on_wake()
-                elif (rank := self._servers.rank_of(socket)) is None:
-                    if (refusing := self._servers.refused_by()) is not None:
-                        self._on_refused(refusing)
-                else:
-                    if event & WRITABLE:
-                        self._sender.send_waiting(rank)
-                    if event & READABLE:
-                        self._receive(rank, socket)
+            try:
+                for socket, event in events:
+                    if isinstance(socket, int):
+                        self._lock.on_wake()
+                    elif (rank := self._servers.rank_of(socket)) is None:
+                        if (refusing := self._servers.refused_by()) is not None:
+                            self._on_refused(refusing)
+                    else:
+                        if event & WRITABLE:
+                            self._sender.send_waiting(rank)
+                        if event & READABLE:
+                            self._receive(rank, socket)
+            except Exception as error:  # noqa: BLE001  # but not of poll(), which runs signal handlers
+                self._on_error(error)
+
+    def _on_tick(self, now: float) -> None:
+        self._execute(self._rounds.on_tick(now))
+        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
+            self._execute(self._rounds.on_lost(error))
+        oldest = next(iter(self._pending.values()), None)
+        self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
 
     def _follow(self, view: View) -> None:
         """Applies a view to sharder, sockets and rounds at once: a round must not be sharded for a ring whose
@@ -324,13 +320,18 @@ class Channel(Waiter):
         answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
+        following: Sequence[EncodedTensor] = ()
         try:
             following = pending.deliver(answer, action.last)
-        except ZenPSError as error:
-            self._fail(pending, error)
+            rounds = [self._new_round(pending, encoded) for encoded in following]
+        except Exception as error:  # noqa: BLE001  # it belongs to whoever waits for the tensor
+            self._fail(pending, answer_error(pending.name, error))
+            for encoded in following:  # other ranks may wait for them
+                name, step = encoded.round_of(pending.name, pending.progress.step)
+                self._execute(self._rounds.give_up_ahead(name, step))
             return
-        for encoded in following:
-            self._begin(self._new_round(pending, encoded), pending)
+        for round_ in rounds:
+            self._begin(round_, pending)
         self._lock.notify()
 
     def _fail(self, pending: Pending, error: ZenPSError) -> None:
@@ -384,10 +385,6 @@ class Channel(Waiter):
             self._sender.is_behind.wait()
             self._sender.is_behind.clear()
             self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
-
-    def _check_connectivity(self, now: float) -> None:
-        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
-            self._execute(self._rounds.on_lost(error))
 
     def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"
