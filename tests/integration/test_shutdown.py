@@ -192,8 +192,9 @@ if rank == 1:
     time.sleep(600)
 if state == "shutdown":
     zps.init()
-threading.Timer(0.5, terminate).start()
-zps.init() if state == "init" else zps.shutdown()
+wait = zps.init if state == "init" else zps.shutdown  # imports torch
+threading.Timer(1.0, terminate).start()
+wait()
 time.sleep(600)
 """
 

@@ -293,7 +293,7 @@ def test_an_answer_that_cannot_be_absorbed_fails_its_tensor_alone(
         pushing.submit(each)
         server.receive()
     server.answer_sum("t")
-    with pytest.raises(ZenPSError, match="tensor .t.*ValueError"):
+    with pytest.raises(ZenPSError, match=r"tensor .t.*ValueError"):
         pending.wait()
     assert "ValueError: planted" in caplog.text
     assert not other.has_ended
