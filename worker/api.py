@@ -62,6 +62,9 @@ def shutdown() -> None:
     this worker's last gradients needed again. A worker that exits without calling this leaves without that
     wait. With ``sync.consistency = ssp`` all optimizers are drained before, unless an exception is handled;
     errors of that are raised once this worker has left.
+
+    A signal handler may call this and then ``sys.exit()``. Within :func:`init` it does nothing: there is no
+    cluster to leave yet.
     """
     # Do not wait for others in the `finally` of a script that fails.
     PROCESS.leave(together=sys.exception() is None)

@@ -65,7 +65,10 @@ class Process:
         self._world: World | None = None
         self._config: Config | None = None
         """The settings with which this process has joined last."""
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
+        """Held while this process joins or leaves. Reentrant, because a signal handler of the script may call
+        :meth:`leave` on the thread that holds it."""
+        self._is_joining = self._is_leaving = False
         self._owner = -1
         """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
         self._joined_by_parent: World | None = None
@@ -128,10 +131,13 @@ class Process:
         With the default action it would end without leaving the cluster. A second SIGTERM does that.
 
         Raises:
-            UsageError: this process has joined with other settings, or is a fork of a worker.
+            UsageError: this process has joined with other settings, is a fork of a worker, or is joining: a
+                signal handler calls this.
         """
         with self._changing:
             self.require_no_fork()
+            if self._is_joining:
+                raise UsageError("zenps.init() was called within itself, by a signal handler; call it once")
             if self.has_joined(config):  # another thread was faster
                 return
             self._config = config
@@ -142,22 +148,33 @@ class Process:
             has_left = self._scheduler == config.cluster.scheduler
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._exit)
+            self._is_joining = True
             try:
                 self._world = join_cluster(config, has_left=has_left)
             except BaseException:  # also the SystemExit of SIGTERM
                 self._restore_sigterm()
                 raise
+            finally:
+                self._is_joining = False
             self._scheduler = config.cluster.scheduler
 
     def leave(self, *, together: bool = False) -> None:
-        """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing."""
+        """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing.
+
+        A signal handler may call this, too. Within :meth:`join` it does nothing; within this method it leaves
+        without waiting for what the interrupted call waits for.
+        """
         with self._changing:
-            if self._world is not None:
-                try:
-                    self._finish(together)
-                finally:
-                    self._world.close(together=together)
-                    self._world = None
+            if (world := self._world) is None:
+                return
+            together = together and not self._is_leaving
+            self._is_leaving = True
+            try:
+                self._finish(together)
+            finally:
+                if self._world is world:  # else a signal handler has left meanwhile
+                    world.close(together=together)
+                    self._world, self._is_leaving = None, False
                     self._numbers = defaultdict(set)
                     self._restore_sigterm()
 
@@ -180,7 +197,8 @@ class Process:
         """In a new fork: it is no worker of its parent's cluster."""
         if self._world is not None and self._world.is_distributed:
             self._joined_by_parent, self._world = self._world, None
-        self._changing = threading.Lock()  # another thread of the parent may hold it
+        self._changing = threading.RLock()  # another thread of the parent may hold it
+        self._is_joining = self._is_leaving = False
 
     def new_prefix(self, kind: str) -> Prefix:
         """Returns a new prefix of tensor names. All ranks must request prefixes of a kind in one order."""

@@ -49,6 +49,10 @@ class Barriers:
         self._late = late
         self._incarnation = incarnation
         self._open: dict[int, _Barrier] = {}
+        self._failed, self._reason = 0, ""
+        """The number of the last counted barrier that has failed, and why. Workers that were told so are past
+        it: a late one would wait there alone, and remain behind them for good. A restarted scheduler knows it
+        once another has failed."""
         self.passed = 0
         self.ended = False
 
@@ -56,6 +60,10 @@ class Barriers:
         """A worker has arrived, perhaps not for the first time. Answers all workers that may pass."""
         if sequence <= self.passed:
             return [Send(node.peer, BarrierReply(sequence, "", self._incarnation))]
+        if sequence <= self._failed:
+            self._withdraw(node.rank, LAST_BARRIER)
+            error = f"barrier {sequence}: {self._reason}"
+            return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
         gone = self._members.with_state("worker", "left", "lost")
         if gone and not self._is_elastic:
             error = f"barrier {sequence}: {names(gone)} left before it"
@@ -85,21 +93,17 @@ class Barriers:
             self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
             if now > barrier.opened + self._deadline_seconds:
                 reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
-                sends += self._answer(sequence, f"barrier {sequence}: {reason}")
+                sends += self._fail(sequence, reason)
         return sends
 
     def fail(self, reason: str) -> list[Send]:
         """Fails all open barriers for the same reason."""
-        return [
-            send
-            for sequence in list(self._open)
-            for send in self._answer(sequence, f"barrier {sequence}: {reason}")
-        ]
+        return [send for sequence in list(self._open) for send in self._fail(sequence, reason)]
 
     def reset(self) -> None:
         """Closes all barriers without an answer. All workers count from 0 again."""
         self.clear()
-        self.passed = 0
+        self.passed = self._failed = 0
 
     def clear(self) -> None:
         """Closes all barriers without an answer."""
@@ -123,6 +127,11 @@ class Barriers:
         else:
             self.passed = sequence
         return self._answer(sequence, "")
+
+    def _fail(self, sequence: int, reason: str) -> list[Send]:
+        if self._failed < sequence != LAST_BARRIER:
+            self._failed, self._reason = sequence, reason
+        return self._answer(sequence, f"barrier {sequence}: {reason}")
 
     def _answer(self, sequence: int, error: str) -> list[Send]:
         peers = self._open.pop(sequence).waiting.values()

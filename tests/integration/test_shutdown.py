@@ -171,3 +171,43 @@ def assert_only_the_users_tracebacks(case: Case, text: str) -> None:
         assert blocks == []
     if case.way == "exception":
         assert "RuntimeError: the user's own" in text
+
+
+HANDLED = """
+import os, signal, sys, threading, time
+import zenps as zps
+
+def end(*_):
+    zps.shutdown()
+    sys.exit(7)
+
+def terminate():
+    print("ready", time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+signal.signal(signal.SIGTERM, end)
+state, rank = os.environ["STATE"], int(os.environ["RANK"])
+if rank == 1:
+    if state == "shutdown":
+        zps.init()
+    time.sleep(600)
+if state == "shutdown":
+    zps.init()
+wait = zps.init if state == "init" else zps.shutdown  # imports torch
+threading.Timer(1.0, terminate).start()
+wait()
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["init", "shutdown"])
+def test_a_handler_of_the_script_may_call_shutdown_within(zenps: Any, tmp_path: Path, state: str) -> None:
+    """It runs on the thread that waits for the others there."""
+    (tmp_path / "train.py").write_text(HANDLED)
+    arguments = ("--workers", "2", "--servers", "1", "--", sys.executable, str(tmp_path / "train.py"))
+    popen = zenps.start("launch", *arguments, env={"STATE": state}, start_new_session=True)
+    (line,) = await_ready(popen, 1)
+    out, err = popen.communicate(timeout=60)
+    assert time.time() - float(line.split()[-1]) < 2 * END_SECONDS, err
+    assert popen.returncode == 7, out + err
+    assert "Traceback" not in out + err

@@ -107,8 +107,11 @@ def running(
     deadline_seconds: float = DEADLINE_SECONDS,
     restarts: int = 0,
     rejoin_seconds: float = 0.0,
+    on_worker_loss: Literal["fail", "continue"] = "fail",
 ) -> Membership:
-    membership = make_membership(workers, servers, deadline_seconds, rejoin_seconds=rejoin_seconds)
+    membership = make_membership(
+        workers, servers, deadline_seconds, rejoin_seconds=rejoin_seconds, on_worker_loss=on_worker_loss
+    )
     gather(membership, range(workers), servers, restarts=restarts)
     confirm(membership, map(server, range(servers)))
     assert membership.state == "running"

@@ -99,6 +99,16 @@ class NegotiatedRounds(ABC, Generic[R]):
             self._end(round_, error)
         self._session.channel.wake()
 
+    def require_free(self, name: str) -> None:
+        """Checks that a name may be pushed, unless another thread pushes it meanwhile.
+
+        Raises:
+            UsageError: it is in flight.
+        """
+        with self._news:
+            if name in self._in_flight:
+                raise in_flight(name)
+
     def close(self) -> None:
         """Ends the threads; rounds in flight fail."""
         self.fail(LeftError())

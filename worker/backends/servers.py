@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
 from ..core.pending import Pending, Waiting
-from ..core.request import Options, Request, describe
+from ..core.request import Options, Request
 from ..core.statistics import Counted, Progress
 from ..core.steps import Steps
-from ..core.transfer import OneRound, Transfer, Transform
+from ..core.transfer import OneRound, Transfer, Transform, transformed
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
 from ..sparsify.agreed import Agreed, AgreedTransfer
@@ -52,21 +51,17 @@ class ServerBackend(Backend):
             counted: what of the round goes into statistics. "rows": another round contains this one, on which
                 all ranks have agreed. If it cannot begin, it fails on all.
         """
-        name, options = request.name, request.options
+        name = request.name
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
             self.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._count_names(request))
         try:
-            given = request.tensor
             request, transforms = self._transformed(request, progress.step)
-            if transforms and not options.given:
-                options = structs.replace(options, given=describe(given))
-                request = request._replace(options=options)
             with self._session.spans("compact", name, progress.step) as span:
                 transfer = self._begin_transfer(request, transforms, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
-            pending = Pending(name, options, transfer, progress, self._waiting, transforms, counted)
+            pending = Pending(name, request.options, transfer, progress, self._waiting, transforms, counted)
             self._queue.submit(pending)
         except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again
             if counted == "rows":
@@ -114,12 +109,9 @@ class ServerBackend(Backend):
         """Applies all transforms of a tensor, in order."""
         sparsification = self._sparsification
         transforms = [] if sparsification is None else sparsification.transforms(request, step)
-        for transform in transforms:
-            request = request._replace(tensor=transform.apply(request.tensor))
-        for transform in self._planner.transforms(request.tensor):
-            request = request._replace(tensor=transform.apply(request.tensor))
-            transforms.append(transform)
-        return request, transforms
+        request = transformed(request, transforms)
+        further = self._planner.transforms(request.tensor)
+        return transformed(request, further), [*transforms, *further]
 
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""

@@ -29,7 +29,10 @@ _main_thread = threading.main_thread().ident
 
 def _after_fork() -> None:
     global _main_thread
-    _main_thread = threading.main_thread().ident
+    forking = threading.main_thread().ident
+    if forking != _main_thread:
+        _main_thread = forking
+        MASK.drop()
 
 
 # Looking it up each time takes as long as the rest of a mask.
@@ -83,6 +86,12 @@ class InterruptMask:
         if self.is_held:
             self.is_held = False
             raise_signal(SIGINT)
+
+    def drop(self) -> None:
+        """Ends all masks, in a fork by another thread: the main thread that is within them is not there."""
+        self._depth, self._is_replaced, self.is_held = 0, False, False
+        if getsignal(SIGINT) is self._hold_method:
+            signal(SIGINT, self._handler)
 
     def replace(self) -> None:
         """Holds signals back again."""

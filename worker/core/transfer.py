@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import Tensor
 
 from zenps.codecs.base import CodecName, ValueForm
@@ -17,6 +17,7 @@ from zenps.wire.blocks import PHASES
 from zenps.wire.fields import Kind
 from zenps.wire.messages import Result
 
+from .request import Request, describe
 from .statistics import Progress, Report, RowCounts
 
 
@@ -252,6 +253,16 @@ class Transform(ABC):
     @abstractmethod
     def undo(self, result: Tensor) -> Tensor:
         """Returns the caller's result, given the sum over all ranks."""
+
+
+def transformed(request: Request, transforms: Sequence[Transform]) -> Request:
+    """Applies transforms to the tensor of a request, in order. Ranks compare the tensor before them."""
+    if transforms and not request.options.given:
+        options = structs.replace(request.options, given=describe(request.tensor))
+        request = request._replace(options=options)
+    for transform in transforms:
+        request = request._replace(tensor=transform.apply(request.tensor))
+    return request
 
 
 class OneRound(Transfer):

@@ -26,7 +26,7 @@ from zenps.wire.tensors import tensor_from_bytes
 
 from .pinned import pinned_pool, shared_pinned_pool
 
-# Between two queries of an event: short against a round, long against the query itself.
+# Between two queries of a device: short against a round, long against the query itself.
 LOOK_SECONDS = 50e-6
 
 

@@ -58,12 +58,16 @@ class Gradient:
     def select(self, tensor: Tensor) -> Tensor:
         """Adds the gradient to the residual; returns the indices to push, int64 ``[n]``, ascending.
 
+        Repeated in one step, because the push has failed, it adds nothing again.
+
         Raises:
             UsageError: the sparsifier has returned indices that it must not return.
         """
         residual, gradient = self.residual, tensor.detach().reshape(-1)
         with blaming(self.sparsifier, "accumulate or select"):
-            self.sparsifier.accumulate(residual, gradient)
+            if self.feedback.added_step != self.step.number:  # else an earlier push of this step has failed
+                self.sparsifier.accumulate(residual, gradient)
+                self.feedback.added_step = self.step.number
             for begin, end in self.exact:
                 residual[begin:end] = 0  # the sparsifier must not choose these instead of others
             selection = self.sparsifier.select(residual, self.step)
@@ -90,11 +94,11 @@ class Gradient:
         """
         values = self.residual[indices]
         pushed = values.to(self.dtype)
+        with blaming(self.sparsifier, "sent"):  # if it fails, nothing has left the residual
+            self.sparsifier.sent(indices)
         self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
         if not bool(values.isfinite().all()):  # perhaps more of them than may be pushed
             self.residual.nan_to_num_(0, 0, 0)
-        with blaming(self.sparsifier, "sent"):
-            self.sparsifier.sent(indices)
         return pushed
 
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:

@@ -256,14 +256,16 @@ class Sparsified(Transform):
             request: of that.
             begin: makes the transfer.
         """
-        if not self.gradient.on_device:
-            return begin(request)
+        transfer = self._begin_on_device(request, begin) if self.gradient.on_device else begin(request)
+        self.gradient.feedback.added_step = None
+        return transfer
+
+    def _begin_on_device(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
         # What rounding takes on the host belongs to the residual on the device.
         rounding = Residuals()
         transfer = begin(request._replace(options=structs.replace(request.options, residuals=rounding)))
         if (errors := rounding.taken(request.name)) is not None:
             self.gradient.keep_rounding(self._indices, errors.view(-1)[self._indices])
-        self.gradient.feedback.added_step = None
         return transfer
 
     def undo(self, result: Tensor) -> Tensor:

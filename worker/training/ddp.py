@@ -147,7 +147,11 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         is_sparsifiable=is_repeated,
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
-    handle = PROCESS.world.begin(Request(gradient, name, options))
+    try:
+        handle = PROCESS.world.begin(Request(gradient, name, options))
+    except BaseException:  # the next push of this name is that of another gradient
+        state._residuals.end_step()
+        raise
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._in_flight.append(_Bucket(handle, result, gradient))

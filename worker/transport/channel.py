@@ -39,7 +39,7 @@ from ..core.transfer import Answer, EncodedTensor
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
-from .commands import Close, Command, Departed, GiveUpAhead, Submit, Watermark
+from . import commands
 from .lock import CombiningLock
 from .membership import Membership
 from .pushes import PushWriter, Sender
@@ -95,31 +95,29 @@ class Channel(Waiter):
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
         self._epoch, self._ring_epoch, self._admitted = 0, view.ring_epoch, view.admitted
-        self._lock: CombiningLock[Command] = CombiningLock()
+        self._lock: CombiningLock[commands.Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
         self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
         self._closed = False
-        self._post(view)
+        self._follow(view)  # nobody else has this channel yet, and what fails here fails init()
         if wire.prioritized:
             threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True).start()
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
-        rounds = [self._new_round(pending, encoded) for encoded in pending.begin()]
-        self._post(Submit(pending, rounds))
+        self._post(commands.Submit(pending, [self._new_round(pending, each) for each in pending.begin()]))
 
     def give_up(self, tensor: str, step: int) -> None:
         """Tells servers that this rank will not push a round, so that no other rank waits for it."""
-        self._post(GiveUpAhead(tensor, step))
+        self._post(commands.GiveUpAhead(tensor, step))
 
     def arena(self) -> Arena | None:
         """Returns memory that servers on this host can read; None if there are none, or after a failure.
 
-        After a failure nothing new is put there: servers may still read, for other ranks, what was pushed
-        before.
+        After a failure nothing new is put there: servers may still read earlier pushes for other ranks.
         """
         return None if self._rounds.failure else self._servers.arena
 
@@ -133,19 +131,17 @@ class Channel(Waiter):
 
     def on_watermark(self, watermark: int) -> None:
         """Notes that the scheduler has begun a watermark."""
-        self._post(Watermark(watermark))
+        self._post(commands.Watermark(watermark))
 
     def on_departed(self, server: int) -> None:
         """Ends the connectivity check of a server that the scheduler has reported as gone."""
-        self._post(Departed(server))
+        self._post(commands.Departed(server))
 
     @property
     def progress(self) -> tuple[int, int]:
-        """The epoch of the newest view that was applied, and the newest watermark that has passed here.
-
-        An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark
-        from before an admission comes with an epoch after it.
-        """
+        """The epoch of the newest view that was applied, and the newest watermark that has passed here."""
+        # An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark
+        # from before an admission comes with an epoch after it.
         return self._epoch, self._rounds.watermark
 
     def wake(self) -> None:
@@ -175,7 +171,7 @@ class Channel(Waiter):
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
         self.fail(LeftError())
-        self._post(Close())
+        self._post(commands.Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
@@ -192,7 +188,7 @@ class Channel(Waiter):
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: commands.Command) -> None:
         with MASK:
             if self._lock.take_or_leave(command):
                 try:
@@ -209,27 +205,36 @@ class Channel(Waiter):
             self._release()
             raise
 
-    def _run(self, command: Command) -> None:
-        match command:
-            case Submit(pending, rounds):
-                for round_ in rounds:
-                    self._begin(round_, pending)
-            case GiveUpAhead(tensor, step):
-                self._execute(self._rounds.give_up_ahead(tensor, step))
-            case View():
-                self._follow(command)
-            case Watermark(number):
-                self._rounds.on_watermark(number)
-                # What was sent to them may have been lost with a connection.
-                self._servers.greet()
-            case Departed(server):
-                self._servers.connectivity.on_answer(server)
-            case Future():
-                command.set_result(None)
-            case ZenPSError():
-                self._execute(self._rounds.on_lost(command))
-            case Close():
-                self._close_sockets()
+    def _run(self, command: commands.Command) -> None:
+        try:
+            match command:
+                case commands.Submit(pending, rounds):
+                    for round_ in rounds:
+                        self._begin(round_, pending)
+                case commands.GiveUpAhead(tensor, step):
+                    self._execute(self._rounds.give_up_ahead(tensor, step))
+                case View():
+                    self._follow(command)
+                case commands.Watermark(number):
+                    self._rounds.on_watermark(number)
+                    # What was sent to them may have been lost with a connection.
+                    self._servers.greet()
+                case commands.Departed(server):
+                    self._servers.connectivity.on_answer(server)
+                case Future():
+                    command.set_result(None)
+                case ZenPSError():
+                    self._execute(self._rounds.on_lost(command))
+                case commands.Tick(now):
+                    self._on_tick(now)
+                case commands.Close():
+                    self._close_sockets()
+        except Exception as error:  # noqa: BLE001
+            self._on_error(error)
+
+    def _on_error(self, error: Exception) -> None:
+        # Some rounds may not be pushed any more, and the caller may be a thread that has none.
+        self._execute(self._rounds.on_lost(commands.event_error(error)))
 
     def _poll(self, ready: Callable[[], bool], until: float) -> None:
         while True:
@@ -239,27 +244,34 @@ class Channel(Waiter):
             if ready() or self._closed or now >= until:
                 return
             if now >= self._next_tick:
-                self._execute(self._rounds.on_tick(now))
-                self._check_connectivity(now)
                 self._next_tick = now + TICK_SECONDS
-                oldest = next(iter(self._pending.values()), None)
-                self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
+                self._run(commands.Tick(now))
                 continue
             events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
             if MASK.is_held:  # not lifted while it polls, for that would cost each round more than the poll
                 with MASK.lifted:
                     pass
-            for socket, event in events:
-                if isinstance(socket, int):
-                    self._lock.on_wake()
-                elif (rank := self._servers.rank_of(socket)) is None:
-                    if (refusing := self._servers.refused_by()) is not None:
-                        self._on_refused(refusing)
-                else:
-                    if event & WRITABLE:
-                        self._sender.send_waiting(rank)
-                    if event & READABLE:
-                        self._receive(rank, socket)
+            try:
+                for socket, event in events:
+                    if isinstance(socket, int):
+                        self._lock.on_wake()
+                    elif (rank := self._servers.rank_of(socket)) is None:
+                        if (refusing := self._servers.refused_by()) is not None:
+                            self._on_refused(refusing)
+                    else:
+                        if event & WRITABLE:
+                            self._sender.send_waiting(rank)
+                        if event & READABLE:
+                            self._receive(rank, socket)
+            except Exception as error:  # noqa: BLE001  # but not of poll(), which runs signal handlers
+                self._on_error(error)
+
+    def _on_tick(self, now: float) -> None:
+        self._execute(self._rounds.on_tick(now))
+        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
+            self._execute(self._rounds.on_lost(error))
+        oldest = next(iter(self._pending.values()), None)
+        self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
 
     def _follow(self, view: View) -> None:
         """Applies a view to sharder, sockets and rounds at once: a round must not be sharded for a ring whose
@@ -310,13 +322,18 @@ class Channel(Waiter):
         answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
+        following: Sequence[EncodedTensor] = ()
         try:
             following = pending.deliver(answer, action.last)
-        except ZenPSError as error:
-            self._fail(pending, error)
+            rounds = [self._new_round(pending, encoded) for encoded in following]
+        except Exception as error:  # noqa: BLE001  # it belongs to whoever waits for the tensor
+            self._fail(pending, commands.answer_error(pending.name, error))
+            for encoded in following:  # other ranks may wait for them
+                where = encoded.round_of(pending.name, pending.progress.step)
+                self._execute(self._rounds.give_up_ahead(*where))
             return
-        for encoded in following:
-            self._begin(self._new_round(pending, encoded), pending)
+        for round_ in rounds:
+            self._begin(round_, pending)
         self._lock.notify()
 
     def _fail(self, pending: Pending, error: ZenPSError) -> None:
@@ -361,9 +378,9 @@ class Channel(Waiter):
                     self._deliver(action)
                 case Reshard(round=round_):
                     self._reshard(round_)
-                case Fail(round=round_, error=error):
-                    if id(round_) in self._pending:  # else another round of the tensor has failed before
-                        self._fail(self._pending[id(round_)][1], error)
+                # If it is not pending, another round of the tensor has failed before.
+                case Fail(round=round_, error=error) if id(round_) in self._pending:
+                    self._fail(self._pending[id(round_)][1], error)
 
     def _poll_for_queue(self) -> None:
         """Polls while pushes wait in the send queue: all other threads may be computing."""
@@ -371,10 +388,6 @@ class Channel(Waiter):
             self._sender.is_behind.wait()
             self._sender.is_behind.clear()
             self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
-
-    def _check_connectivity(self, now: float) -> None:
-        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
-            self._execute(self._rounds.on_lost(error))
 
     def _on_refused(self, rank: int) -> None:
         reason = f"server {rank} has refused this worker; see its log and its security.keys"

@@ -1,7 +1,8 @@
-"""Commands to the channel: what other threads leave for the one that has its lock."""
+"""Commands of the channel: what any thread may ask of the thread that has the combining lock."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -14,23 +15,25 @@ from zenps.wire.scheduler_messages import View
 from ..core.pending import Pending
 from ..rounds.states import Round
 
+logger = logging.getLogger("zenps.worker")
+
 
 class Submit(Struct, frozen=True):
-    """Push a tensor."""
+    """Begins the rounds of a tensor."""
 
     pending: Pending
     rounds: Sequence[Round]
 
 
 class GiveUpAhead(NamedTuple):
-    """Tell servers that this rank will not push a round."""
+    """Tells servers that this rank will not push a round."""
 
     tensor: str
     step: int
 
 
 class Departed(NamedTuple):
-    """A server is gone."""
+    """The scheduler has reported a server as gone."""
 
     server: int
 
@@ -41,8 +44,35 @@ class Watermark(NamedTuple):
     number: int
 
 
+class Tick(NamedTuple):
+    """Time has passed."""
+
+    now: float
+
+
 class Close:
     """The last command."""
 
 
-Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | ZenPSError | Close
+Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | ZenPSError | Tick | Close
+
+
+def event_error(error: Exception) -> ZenPSError:
+    """Logs an unexpected error of the channel; returns that of all its rounds.
+
+    The thread that met it may have nothing to do with these: it is the one that had the lock.
+    """
+    logger.error("an event of the channel failed", exc_info=error)
+    reason = f"an event of the channel failed ({error!r}); this worker's log has more"
+    return ZenPSError(f"{reason}: restart the job")
+
+
+def answer_error(name: str, error: Exception) -> ZenPSError:
+    """Returns the error of the tensor ``name`` whose answer could not be processed."""
+    if isinstance(error, ZenPSError):
+        return error
+    logger.error("an answer to tensor %r could not be processed", name, exc_info=error)
+    reason = f"an answer could not be processed ({error!r}); push it again, on all ranks"
+    failed = ZenPSError(f"tensor {name!r}: {reason}")
+    failed.__cause__ = error
+    return failed

@@ -7,17 +7,13 @@ lost.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from zenps.errors import ZenPSError
-
 from .channel import Channel
-
-logger = logging.getLogger("zenps.worker")
+from .commands import event_error
 
 # The thread ends when it has run the event at hand; this bounds the wait for one that takes long.
 CLOSE_SECONDS = 1.0
@@ -60,7 +56,5 @@ class EventThread:
                 return
             try:
                 event()
-            except Exception as error:  # its caller is another thread: the rounds pass it on
-                logger.exception("an event of the channel failed")
-                reason = f"an event of the channel failed ({error!r}); this worker's log has more"
-                self._channel.fail(ZenPSError(f"{reason}: restart the job"))
+            except Exception as error:  # noqa: BLE001  # its caller is another thread: the rounds pass it on
+                self._channel.fail(event_error(error))

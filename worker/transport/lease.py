@@ -117,8 +117,11 @@ class Lease:
         self._barriers: dict[int, Future[None]] = {}
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
-        # What a caller waits for, until it has taken the result. Ctrl-C may end the wait before, but the
-        # caller has arrived: to repeat the wait is to go on with it.
+        self._barrier_turn = threading.RLock()
+        """Held by the caller of :meth:`barrier` while it waits. Reentrant: a signal handler may run on
+        a thread that holds it: its barrier is another."""
+        # Waits that Ctrl-C has ended before their result was taken. The caller has arrived: to repeat it
+        # is to go on with it.
         self._barrier_call: Future[None] | None = None
         self._admission_call: Future[None] | None = None
         self._arrived = 0.0
@@ -130,22 +133,29 @@ class Lease:
     def barrier(self) -> None:
         """Waits until all workers have called this equally often.
 
-        After one that Ctrl-C has interrupted, the next call goes on with that wait.
+        After one that Ctrl-C has interrupted, the next call goes on with that wait. Of several threads, one
+        after the other waits.
 
         Raises:
             DeadlineError: a worker did not come in time; it is named.
             PeerLostError: a node was lost meanwhile.
         """
-        with MASK:
-            if (reached := self._barrier_call) is None:
-                reached = self._barrier_call = Future()
-                self._barrier_sequence += 1
-                self._post(_AwaitBarrier(self._barrier_sequence, reached))
         # The scheduler's deadline expires first, because its error names the missing workers.
         seconds = 2 * self._cluster.deadline_seconds
-        # Without a deadline, only a failure of the lease ends this wait early.
-        is_answered = self._await(reached, seconds or math.inf)
-        self._barrier_call = None
+        reached: Future[None] | None = None
+        with self._barrier_turn:
+            try:
+                with MASK:
+                    if (reached := self._barrier_call) is None:
+                        reached = Future()
+                        self._barrier_sequence += 1
+                        self._post(_AwaitBarrier(self._barrier_sequence, reached))
+                    self._barrier_call = None
+                    # Without a deadline, only a failure of the lease ends this wait early.
+                    is_answered = self._await(reached, seconds or math.inf)
+            except BaseException:  # Ctrl-C
+                self._barrier_call = reached or self._barrier_call
+                raise
         if not is_answered:
             raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
         reached.result()

@@ -15,10 +15,8 @@ from ..core.interrupts import MASK
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
 from ..core.steps import Steps
+from ..encode.accelerator import LOOK_SECONDS
 from .channel import Channel
-
-# Between two queries of a device: short against a round, long against the query itself.
-LOOK_SECONDS = 50e-6
 
 
 class _Staged(NamedTuple):

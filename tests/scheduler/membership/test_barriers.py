@@ -7,6 +7,7 @@ import pytest
 from tests.scheduler.nodes import (
     DEADLINE_SECONDS,
     EVERYBODY,
+    confirm,
     keep_alive,
     make_membership,
     only,
@@ -18,7 +19,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.fields import LAST_BARRIER
-from zenps.wire.scheduler_messages import Barrier, BarrierReply, Leave
+from zenps.wire.scheduler_messages import Admit, Barrier, BarrierReply, Leave
 
 
 def test_a_barrier_answers_all_workers_when_the_last_one_comes() -> None:
@@ -70,6 +71,52 @@ def test_a_barrier_that_is_not_reached_names_who_is_missing() -> None:
     assert sends == [Send(worker(1), BarrierReply(4, error))]
     assert membership.state == "running"
     assert membership.on_tick(DEADLINE_SECONDS + 2.2) == []
+
+
+def test_who_comes_late_to_a_barrier_that_has_failed_is_told_at_once() -> None:
+    """It would wait there alone, and be one barrier behind the others for good."""
+    membership = running()
+    membership.on_message(worker(0), Barrier(LAST_BARRIER), 0.0)
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    late = DEADLINE_SECONDS + 5
+    keep_alive(membership, late, EVERYBODY)
+    reason = "barrier 1: not reached within 30 s by worker 1 (host box, pid 1)"
+    assert BarrierReply(1, reason) in [send.message for send in membership.on_tick(late)]
+    membership.on_message(worker(0), Barrier(2), late)
+    for _ in range(2):  # the first answer may be lost
+        assert only(membership.on_message(worker(1), Barrier(1), late), worker(1)) == BarrierReply(1, reason)
+    sends = membership.on_message(worker(1), Barrier(2), late)
+    assert sent(sends, BarrierReply) == dict.fromkeys([worker(0), worker(1)], BarrierReply(2, ""))
+
+
+def test_workers_meet_again_at_a_barrier_though_a_restarted_scheduler_knows_of_no_failure() -> None:
+    """Worker 0 has failed at barrier 1 and waits at 2, when worker 1 comes to barrier 1."""
+    membership = running()
+    membership.on_message(worker(0), Barrier(2), 0.0)
+    assert membership.on_message(worker(1), Barrier(1), 20.0) == []
+    now = DEADLINE_SECONDS + 1
+    keep_alive(membership, now, EVERYBODY)
+    assert {*sent(membership.on_tick(now), BarrierReply)} == {worker(0)}
+    membership.on_message(worker(0), Barrier(3), now)
+    for sequence in (1, 2):
+        reply = only(membership.on_message(worker(1), Barrier(sequence), now), worker(1))
+        assert isinstance(reply, BarrierReply)
+        assert f"barrier {sequence}: not reached" in reply.error
+    assert {*sent(membership.on_message(worker(1), Barrier(3), now), BarrierReply)} == {worker(0), worker(1)}
+
+
+def test_barriers_that_have_failed_count_no_more_once_workers_are_admitted() -> None:
+    """All workers count from 0 again."""
+    membership = running(on_worker_loss="continue")
+    membership.on_message(worker(0), Barrier(3), 0.0)
+    now = DEADLINE_SECONDS + 1
+    keep_alive(membership, now, EVERYBODY)
+    membership.on_tick(now)
+    for number in range(2):
+        membership.on_message(worker(number), Admit(0), now)
+    confirm(membership, map(server, range(2)), now)
+    assert membership.on_message(worker(0), Barrier(1), now) == []
+    assert {*sent(membership.on_message(worker(1), Barrier(1), now), BarrierReply)} == {worker(0), worker(1)}
 
 
 def test_without_a_deadline_a_barrier_waits_as_long_as_all_are_alive() -> None:

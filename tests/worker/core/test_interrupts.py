@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -158,3 +159,31 @@ def test_a_wait_may_be_interrupted_at_any_line(wait: Callable[[], None]) -> None
             continue
         break
     assert number > 3, "the mask was never lifted"
+
+
+def fork_and_press() -> str:
+    """What Ctrl-C does in a fork of this thread, in which it is the main one."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        found = "nothing"
+        try:
+            with MASK:
+                press()
+                found = "masked"
+        except KeyboardInterrupt:
+            found += ", raised"
+        os.write(writer, found.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as lines:
+        return lines.read()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("is_lifted", [False, True])
+def test_a_process_that_another_thread_forks_hears_interrupts(is_lifted: bool) -> None:
+    """The thread that would end the mask is not in it."""
+    with ThreadPoolExecutor(1) as pool, MASK, MASK.lifted if is_lifted else contextlib.nullcontext():
+        assert pool.submit(fork_and_press).result(20) == "masked, raised"
+    press_raises()

@@ -18,6 +18,7 @@ from zenps.sparsifiers.base import Above, Sparsifier, Step
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
+from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -168,6 +169,57 @@ def test_what_breaks_in_a_selection_names_the_sparsifier(
         UsageError, match=rf"^Wrong: .*{what}.* in accumulate or select; correct the sparsifier"
     ):
         transform(sparsification, gradient(0), 0, options(Residuals())).apply(gradient(0))
+
+
+class Failing(Sparsifier):
+    """Selects two elements; fails as often as the test wants, in one of its methods."""
+
+    failing = ""
+    failures = 0
+
+    def select(self, values: Tensor, step: Step) -> Tensor:
+        self._fail("select")
+        return torch.tensor([1, 5])
+
+    def sent(self, indices: Tensor) -> None:
+        self._fail("sent")
+
+    def _fail(self, method: str) -> None:
+        if method == self.failing and Failing.failures:
+            Failing.failures -= 1
+            raise MemoryError
+
+
+@pytest.mark.parametrize("failing", ["select", "sent"])
+def test_a_gradient_is_counted_once_however_often_its_push_fails(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    monkeypatch.setattr(Failing, "failing", failing)
+    sparsification, residuals = make(f"sync.sparsifier={__name__}:Failing"), Residuals()
+    expected = torch.zeros(SIZE)
+    for step in range(3):
+        Failing.failures, tensor = step, gradient(step)
+        for _ in range(step):
+            with pytest.raises(UsageError, match="MemoryError"):
+                transform(sparsification, tensor, step, options(residuals)).apply(tensor)
+        sent = transform(sparsification, tensor, step, options(residuals)).apply(tensor)
+        expected += tensor
+        assert torch.equal(sent._values(), expected[[1, 5]])
+        expected[[1, 5]] = 0
+        assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], expected)
+
+
+def test_what_a_failed_push_has_left_is_forgotten_once_another_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its name may have the same number in another job."""
+    monkeypatch.setattr(Failing, "failures", 0)
+    sparsification, residuals = make(f"sync.sparsifier={__name__}:Failing"), Residuals()
+    for count in (1, 2):
+        made = transform(sparsification, gradient(0), 0, options(residuals))
+        request = Request(made.apply(gradient(0)), "layer", options(residuals))
+        made.begin(request, lambda _: SuppliedTransfer())
+        assert float(residuals.of("layer", SIZE, 1)[0]) == count * float(gradient(0)[0])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.worker.training.test_optimizer import FakeWorld
+from zenps.errors import UsageError
+from zenps.worker.core.pending import Pending
+from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
 from zenps.worker.training.ddp import CommHookState, comm_hook
 
@@ -110,3 +113,20 @@ def test_a_model_with_the_hook_can_be_saved_whole(tmp_path: Path, monkeypatch: p
     loaded.register_comm_hook(CommHookState(), comm_hook)
     loaded(torch.ones(1, 2)).sum().backward()
     assert world.pushed.total() == 1
+
+
+def test_after_a_failed_push_the_next_gradient_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP pushes no gradient twice: the residual must not be taken to have the next one already."""
+    world, state = FakeWorld(), CommHookState()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    bucket: Any = FakeBucket(nn.Parameter(torch.zeros(3)))
+    feedback = state._residuals.feedback("any", 3, torch.float32)
+
+    def begin(_: Request) -> Pending:
+        feedback.added_step = 0
+        raise UsageError("planted")
+
+    monkeypatch.setattr(world, "begin", begin)
+    with pytest.raises(UsageError, match="planted"):
+        comm_hook(state, bucket)
+    assert feedback.added_step is None

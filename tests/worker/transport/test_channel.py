@@ -17,13 +17,13 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import PeerLostError
+from zenps.errors import PeerLostError, TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
-from zenps.wire.messages import Busy, Hello, Here, Push, ToServer
+from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, ToServer
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.worker.core.pending import Pending, Waiting
@@ -35,6 +35,7 @@ from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Shar
 from zenps.worker.encode.dense import DenseTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
+from zenps.worker.rounds.states import Outgoing
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.membership import Membership
 
@@ -107,9 +108,14 @@ def open_channel(
 
 
 def pending_of(
-    channel: Channel, transfer: Transfer, name: str = "t", step: int = 0, counted: Counted = "round"
+    channel: Channel,
+    transfer: Transfer,
+    name: str = "t",
+    step: int = 0,
+    seconds: float = 1.0,
+    counted: Counted = "round",
 ) -> Pending:
-    waiting = Waiting(channel, 1.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    waiting = Waiting(channel, seconds, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
     return Pending(name, Options(), transfer, Progress(step), waiting, counted=counted)
 
 
@@ -261,6 +267,75 @@ def test_servers_are_told_how_this_worker_is_reached(ctx: zmq.Context[Any], metr
     assert server.greetings == 3
 
 
+def test_a_view_that_raises_on_a_thread_that_pushes_fails_the_rounds_and_not_the_call(
+    channel: Channel, sharder: NotingSharder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its push was sent: the caller must not take the name back, and push it once more in the same step."""
+    send = channel._sender.send
+
+    def raise_planted(_: View) -> None:
+        raise OSError("planted")
+
+    def send_as_a_view_comes(out: Outgoing) -> None:
+        channel.on_view(view_of(2, silent_servers([1])))  # left to the thread that has the lock
+        send(out)
+
+    monkeypatch.setattr(sharder, "follow", raise_planted)
+    monkeypatch.setattr(channel._sender, "send", send_as_a_view_comes)
+    pending = pending_of(channel, Given(whole("t", 1)))
+    channel.submit(pending)
+    assert not channel._lock.is_taken
+    with pytest.raises(ZenPSError, match="planted"):
+        pending.wait()
+
+
+class Continued(Given):
+    """Has another round after the first answer, unless that cannot be absorbed."""
+
+    def __init__(self, encoded: EncodedTensor, *following: EncodedTensor) -> None:
+        super().__init__(encoded)
+        self._following = following
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        if not self._following:
+            raise ValueError("planted")
+        return self._following
+
+
+def test_an_answer_that_cannot_be_absorbed_fails_its_tensor_alone(
+    server: Server, pushing: Channel, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = pending_of(pushing, Given(whole("other", 1)), "other")
+    pending = pending_of(pushing, Continued(whole("t", 1)), seconds=DEADLINE_SECONDS)
+    for each in (other, pending):
+        pushing.submit(each)
+        server.receive()
+    server.answer_sum("t")
+    with pytest.raises(ZenPSError, match=r"tensor .t.*ValueError"):
+        pending.wait()
+    assert "ValueError: planted" in caplog.text
+    assert not other.has_ended
+
+
+def test_a_further_round_that_cannot_be_pushed_fails_its_tensor_and_is_given_up(
+    server: Server, pushing: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks wait for it."""
+
+    def share(*_: object) -> EncodedTensor:
+        raise TensorError("no memory")
+
+    following = structs.replace(whole("t", 1), suffix="#more")
+    pending = pending_of(pushing, Continued(whole("t", 1), following), seconds=DEADLINE_SECONDS)
+    pushing.submit(pending)
+    server.receive()
+    monkeypatch.setattr(pushing, "_share", share)
+    server.answer_sum("t")
+    with pytest.raises(TensorError, match="no memory"):
+        pending.wait()
+    assert server.receive_give_up() == GiveUp(1, "t#more", 0)
+
+
 # ── priorities ──────────────────────────────────────────────────────────────────────────────────
 
 PUSHES = 16
@@ -282,17 +357,32 @@ class Server:
 
     def receive(self) -> Push:
         while True:
-            peer, *frames = self._socket.recv_multipart(copy=False)
-            self.peers.add(peer.bytes)
-            message = self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+            message = self._receive()
             if isinstance(message, Push):
                 return message
             assert isinstance(message, Here)
             self.greetings += 1
 
+    def receive_give_up(self) -> GiveUp:
+        while not isinstance(message := self._receive(), GiveUp):
+            pass
+        return message
+
+    def _receive(self) -> ToServer:
+        peer, *frames = self._socket.recv_multipart(copy=False)
+        self.peers.add(peer.bytes)
+        return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
+
     def answer(self, message: Busy) -> None:
         (peer,) = self.peers
         self._socket.send_multipart([peer, encode("default", message)])
+
+    def answer_sum(self, name: str) -> None:
+        """A sum of four zeros, as of :func:`whole`."""
+        (peer,) = self.peers
+        result = Result(1, name, 0, 0, rows=4, codec="none", pushed=4)
+        frames = [memoryview(b""), memoryview(bytes(16))]
+        self._socket.send_multipart([peer, encode("default", result, frames), *frames])
 
 
 def whole(name: str, ring_epoch: int, size_bytes: int = 16) -> EncodedTensor:

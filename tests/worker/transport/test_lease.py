@@ -105,9 +105,9 @@ class Rig:
                 longest, heard = max(longest, time.monotonic() - heard), time.monotonic()
         return max(longest, time.monotonic() - heard)
 
-    def push(self) -> Pending:
+    def push(self, step: int = 0, seconds: float = 1.0) -> Pending:
         """A result that no server will answer."""
-        pending = pending_of(self.channel, Given(whole("t", 1)))
+        pending = pending_of(self.channel, Given(whole("t", 1)), step=step, seconds=seconds)
         self.channel.submit(pending)
         return pending
 
@@ -181,6 +181,28 @@ def test_an_event_that_raises_fails_the_rounds_but_not_the_lease(
     rig.send(view_of(3, silent_servers([0])))
     assert rig.longest_silence(2 * LEASE_SECONDS) < LEASE_SECONDS
     assert rig.lease.failure is None
+
+
+def test_a_view_that_raises_on_a_thread_that_waits_fails_the_rounds(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The thread that has the lock follows views, and rounds that it does not know may hang on them."""
+
+    def harm() -> None:
+        raise RuntimeError("planted")
+
+    pending = rig.push(seconds=DEADLINE_SECONDS)
+    rig.sharder.harm = harm
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(pending.wait)
+        while not rig.channel._lock.is_taken:
+            time.sleep(0.01)
+        rig.send(view_of(2, silent_servers([0])))
+        with pytest.raises(ZenPSError, match="planted"):
+            waiting.result(DEADLINE_SECONDS)
+    assert "RuntimeError: planted" in caplog.text
+    with pytest.raises(ZenPSError, match="planted"):
+        rig.push(step=1).wait()
 
 
 def test_heartbeats_name_the_view_that_the_channel_has_applied(rig: Rig) -> None:
@@ -269,6 +291,30 @@ def test_a_barrier_that_was_interrupted_is_gone_on_with(rig: Rig, monkeypatch: p
     for _ in range(2):
         with pytest.raises(PeerLostError, match="the job has failed"):
             rig.lease.barrier()
+
+
+def test_threads_that_call_barrier_at_once_arrive_one_after_the_other(rig: Rig) -> None:
+    """Another rank may call it twice on one thread."""
+    asked: list[int] = []
+
+    def receive(seconds: float) -> None:
+        if isinstance(message := rig.receive(seconds), Barrier):
+            asked.append(message.sequence)
+
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(rig.lease.barrier) for _ in range(2)]
+        until = time.monotonic() + 0.5
+        while (seconds := until - time.monotonic()) > 0:
+            receive(seconds)
+        assert {*asked} == {1}
+        rig.send(BarrierReply(1, ""))
+        until = time.monotonic() + DEADLINE_SECONDS
+        while 2 not in asked and time.monotonic() < until:
+            receive(0.1)
+        assert [call.done() for call in calls].count(True) == 1
+        rig.send(BarrierReply(2, ""))
+        for call in calls:
+            call.result(DEADLINE_SECONDS)
 
 
 def test_an_admission_that_was_interrupted_is_gone_on_with(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

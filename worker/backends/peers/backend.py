@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from msgspec import structs
-
 from zenps.buffers import BufferPool
 from zenps.config.sources import kernel_threads
 from zenps.kernels.factory import make_kernels
@@ -14,11 +12,12 @@ from zenps.schemes.base import Scheme
 
 from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
-from ...core.request import Request, describe
+from ...core.request import Request
 from ...core.statistics import Progress
-from ...core.transfer import Transform
+from ...core.transfer import Transform, transformed
 from ...encode.transforms import TRANSFORMS, ToHost
 from ...sparsify.agreed import Agreed
+from ...sparsify.sparsification import Sparsified
 from ..base import Backend, Session
 from ..servers import ServerBackend
 from .connection import connect_workers
@@ -51,7 +50,7 @@ class PeerBackend(Backend):
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._sparsification = session.sparsification
         self._steps: dict[str, int] = {}
-        """Of each tensor that is sparsified, the next step."""
+        """Of each tensor that is sparsified, the next step: after a failed push the same one."""
         self._exchange = PeerExchange(session, servers, connect_workers(session, servers, "peers"))
         self._exchange.start()
 
@@ -59,16 +58,19 @@ class PeerBackend(Backend):
         """Compacts or copies on this thread; another one exchanges. A tensor on a GPU is copied first."""
         if not request.options.is_reduction:
             return self._servers.begin(request)
-        given = request.tensor
-        request, transforms = self._transformed(request)
-        if transforms and not request.options.given:
-            options = structs.replace(request.options, given=describe(given))
-            request = request._replace(options=options)
+        self._exchange.require_free(request.name)  # before anything is taken from a residual
+        step = self._steps.get(request.name, 0)
+        request, transforms = self._transformed(request, step)
         progress = Progress(0)
         with self._session.spans("compact", request.name):
             transfer = self._transfer(request, transforms)
         progress.compacted_seconds = time.perf_counter() - progress.began
-        return self._exchange.begin(request, transfer, progress, transforms)
+        pending = self._exchange.begin(request, transfer, progress, transforms)
+        for transform in transforms:
+            if isinstance(transform, Sparsified | Agreed):
+                self._steps[request.name] = step + 1
+                transform.gradient.feedback.added_step = None
+        return pending
 
     def residual_name(self, request: Request) -> str | None:
         return self._servers.residual_name(request)
@@ -76,20 +78,16 @@ class PeerBackend(Backend):
     def close(self) -> None:
         self._exchange.close()
 
-    def _transformed(self, request: Request) -> tuple[Request, list[Transform]]:
+    def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""
-        transforms: list[Transform] = []
-        if self._sparsification is not None:
-            step = self._steps.get(request.name, 0)
-            if transforms := self._sparsification.transforms(request, step):
-                self._steps[request.name] = step + 1
+        sparsification = self._sparsification
+        transforms = [] if sparsification is None else sparsification.transforms(request, step)
         if not transforms and not request.tensor.is_cpu:
             transforms = [ToHost(request.tensor.device)]
-        for transform in transforms:
-            request = request._replace(tensor=transform.apply(request.tensor))
+        request = transformed(request, transforms)
         if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:
-            transforms.append(kind(request.tensor, self._kernels))
-            request = request._replace(tensor=transforms[-1].apply(request.tensor))
+            further = [kind(request.tensor, self._kernels)]
+            return transformed(request, further), [*transforms, *further]
         return request, transforms
 
     def _transfer(self, request: Request, transforms: Sequence[Transform]) -> PeerTransfer:
