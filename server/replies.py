@@ -68,7 +68,7 @@ class ReplySender:
     def send(self, reply: Reply) -> None:
         """Sends a reply to all its peers. Drops those that do not read."""
         match reply.message:
-            case Failure(reason=reason):
+            case Failure(reason=reason) if reply.ends:
                 self._metrics.rounds.fail()
                 logger.warning("%s", reason)
             case Busy():

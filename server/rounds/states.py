@@ -130,6 +130,8 @@ class Reply(Struct, frozen=True):
     peers: Sequence[bytes]
     message: FromServer
     frames: Sequence[memoryview] = ()
+    ends: bool = False
+    """True if a round has just failed; False for a failure that a repeated push is answered by."""
 
 
 Action = Reduce | Reply

@@ -123,8 +123,9 @@ class ServerRounds:
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
         key = Key(push.tensor, push.step, push.chunk)
+        # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
         last = self._history.last(key)
-        if last is not None and push.step <= last.key.step:
+        if last is not None and push.step == last.key.step:
             return self._repeat(last, held)
         self._history.note(push.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
@@ -154,7 +155,7 @@ class ServerRounds:
             passed = self._history.passed(refused.key, refused.refused)
             if not refused.is_recovery and refused.refused.keys() > passed:
                 failure = self._given_up(refused.key, {rank})
-                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure))
+                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure, ends=True))
         for key, round_ in list(self._open.items()):
             if key.tensor == given_up.tensor and key.step <= given_up.step:
                 actions += self._expire(round_, now)
@@ -270,9 +271,7 @@ class ServerRounds:
         if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
             reason = f"a server and then rank {min(lost)} were lost within one round"
             if round_.is_reopened:
-                reason = (
-                    f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
-                )
+                reason = f"rank {min(lost)} was lost, and the result with its push had to be forgotten"
             return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
         if self._peers.keys() <= round_.ranks:
             pushes = round_.pushes()
@@ -360,7 +359,7 @@ class ServerRounds:
     def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
         peers = [held.peer for held in round_.held.values()]
         # Without peers, too: whoever carries it out counts and logs the failure.
-        return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
+        return [Reply(peers, failure, ends=True), *self._close(round_, event, FailedRound(failure), now)]
 
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
@@ -373,9 +372,9 @@ class ServerRounds:
         return self._readmit(now)
 
     def _repeat(self, last: ServerRound, held: HeldPush) -> Actions:
-        """Answers a push of a round that has ended, if its outcome is the last one and not a later step's."""
+        """Answers a push of a round whose outcome is kept: once, though a rank repeats all its fragments."""
         self.duplicates += 1
-        if last.key.step != held.push.step:
+        if held.push.fragment:
             return []
         last.advance("push")
         assert last.outcome is not None
