@@ -72,3 +72,13 @@ def test_a_round_that_fails_counts_once_however_often_it_is_pushed(
         assert service._rounds.duplicates == 2
     assert registry.get_sample_value("zenps_server_rounds_total", {"outcome": "failed"}) == 1
     assert [record.getMessage() for record in caplog.records] == ["tensor 'a', step 0: worker 0 was dropped"]
+
+
+def test_a_worker_that_was_dropped_is_told_why_when_it_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with started(monkeypatch, CollectorRegistry()) as (service, _):
+        held = make_held(0, KEY)
+        service._replies.dropped[held.peer] = "worker 0 was dropped"
+        actions = service._dispatcher._on_push(held.peer, held.push, memoryview(b""), [], 0)
+    assert actions == [
+        Reply([held.peer], Failure(1, *KEY, "lost", "tensor 'a', step 0: worker 0 was dropped"))
+    ]

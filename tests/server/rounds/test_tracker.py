@@ -683,6 +683,30 @@ def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
     assert rounds.open_rounds == 0
 
 
+def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
+    is_full = False
+    rounds = ServerRounds(1 << 30, math.inf, lambda: is_full)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    first, second, wanted = (Key(name, 0, 0) for name in ("first", "second", "wanted"))
+    assert rounds.on_push(make_held(0, first), 0.0) == []
+    is_full = True
+    for rank in range(2):
+        busy = [Reply([peer_of(rank)], Busy(1, *second))]
+        assert rounds.on_push(make_held(rank, second), 0.0) == busy
+    # What is open ends, and others wait for a recovery round.
+    assert isinstance(rounds.on_push(make_held(1, first), 0.0)[0], Reduce)
+    assert len(rounds.finish(first, FixedOutcome(first), 0.0)) == 1
+    assert rounds.on_push(make_held(0, wanted, again=True), 0.0) == []
+    assert isinstance(rounds.on_push(make_held(1, wanted, again=True), 0.0)[0], Reduce)
+    rounds.finish(wanted, FixedOutcome(wanted), 0.0)
+    assert rounds.on_tick(1.0) == []
+    assert rounds.open_rounds == 0
+    is_full = False
+    assert rounds.on_tick(2.0) == [Reply([peer_of(0), peer_of(1)], Resume(1, *second))]
+    assert rounds.on_push(make_held(0, second), 2.0) == []
+    assert isinstance(rounds.on_push(make_held(1, second), 2.0)[0], Reduce)
+
+
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
     """Rank 0's large push is refused; rank 1's small one of the same round then fits."""
     rounds = make_rounds(2, 10_000)
