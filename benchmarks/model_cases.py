@@ -27,7 +27,7 @@ from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import place_rows
 from zenps.kernels.gpu.rows import Header
-from zenps.kernels.gpu.scatter import merge, put_rows
+from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 from zenps.kernels.gpu.threshold_compact import threshold_compact
 
@@ -178,18 +178,14 @@ def _codec(way: str, size: Size) -> Prepared:
     return Prepared(run, rows, floor_bytes)
 
 
-def _scattered(way: str, dtype: torch.dtype, size: Size) -> Prepared:
+def _merged(dtype: torch.dtype, size: Size) -> Prepared:
     rows = torch.randperm(size.rows, device=size.device)
     values = torch.randn(size.rows, COLUMNS, device=size.device).to(dtype)
-    out = torch.empty_like(values)
 
     def run(launcher: Launcher) -> object:
-        if way == "merge":
-            return merge(launcher, rows, values, size.rows)
-        return put_rows(launcher, values, rows, out)
+        return merge(launcher, rows, values, size.rows)
 
-    indices = rows.nbytes * (2 if way == "merge" else 1)
-    return Prepared(run, values.numel(), 2 * values.nbytes + indices)
+    return Prepared(run, values.numel(), 2 * values.nbytes + 2 * rows.nbytes)
 
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -214,9 +210,5 @@ CASES: dict[str, Case] = {
         way: Case(ROWS, partial(_codec, way))
         for way in ("encode_bitmaps", "decode_bitmap", "encode_coo", "decode_coo")
     },
-    **{
-        f"{way}, {name}": Case(ROWS * COLUMNS, partial(_scattered, way, dtype))
-        for way in ("merge", "put_rows")
-        for name, dtype in VALUES.items()
-    },
+    **{f"merge, {name}": Case(ROWS * COLUMNS, partial(_merged, dtype)) for name, dtype in VALUES.items()},
 }

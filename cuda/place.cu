@@ -1,4 +1,4 @@
-// Mapping between rows and positions.
+// Mapping from rows to positions.
 //
 // Deterministic. The work is arithmetic, about 180 instructions a number, between a coalesced load and a coalesced
 // store; each thread does several numbers, for which it reads the layout once.
@@ -14,19 +14,5 @@ __global__ void place_rows(const __grid_constant__ Placement placement, const Ro
         const int64 row = int64(rows[i]);
         const bool inside = row >= 0 && row < placement.rows;
         positions[i] = Position(inside ? position_of(placement, row) : -1);
-    }
-}
-
-// rows[i] = the row at positions[i]; a position that no row has sets *outside and gets row 0. Any number of threads.
-template <typename Position>
-__global__ void unplace_rows(const __grid_constant__ Placement placement, const Position* positions,
-                             int64 count, int64* rows, uint64* outside) {
-    for (int64 i = global_thread(); i < count; i += grid_threads()) {
-        const int64 position = int64(positions[i]);
-        const bool inside = position >= 0 && position < placement.granules << placement.granule_bits;
-        const int64 row = inside ? row_at(placement, position) : placement.rows;
-        const bool exists = row < placement.rows;
-        if (!exists) atomicExch(outside, 1ull);
-        rows[i] = exists ? row : 0;
     }
 }

@@ -63,7 +63,8 @@ METRICS = """\
 
 Every process serves Prometheus at `http://HOST:PORT/metrics`, where `metrics.host` and `metrics.port` say
 so ([configuration](configuration.md#metrics)). With the default port, any free one, the port chosen is in
-the `metrics` field of `zenps status --json`. Labels are closed sets.
+the `metrics` field of `zenps status --json`. Labels are closed sets, but for `rank` and `waits_for`: of these
+there are the latest ranks and the longest waits.
 
 How many times fewer bytes a worker moves than dense synchronisation would, and the share of a round that it
 waits for servers:
@@ -234,13 +235,14 @@ def _collect(kind: Callable[[CollectorRegistry], object]) -> list[Metric]:
 def _metric(family: Metric) -> list[str]:
     # As Prometheus shows it: the client adds these endings to what a family is called.
     ending = {"counter": "_total", "info": "_info"}.get(family.type, "")
-    values: dict[str, list[str]] = {}
+    # Some have no sample yet, and show their labels all the same.
+    values: dict[str, list[str]] = {label: [] for label in getattr(family, "_labelnames", ())}
     for sample in family.samples:
         for label, value in sample.labels.items():
             if label != "le" and family.type != "info" and value not in values.setdefault(label, []):
                 values[label].append(value)
     labels = "; ".join(
-        f"`{label}`" if label == "rank" else f"`{label}`: {', '.join(found)}"
+        f"`{label}`" if label == "rank" or not found else f"`{label}`: {', '.join(found)}"
         for label, found in values.items()
     )
     if family.type == "info":

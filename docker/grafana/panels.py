@@ -103,7 +103,7 @@ ROWS: Final[dict[str, Sequence[Panel]]] = {
         ),
         Panel(
             "Lost nodes",
-            "Nodes whose lease has run out since the scheduler began.",
+            "Nodes lost since the scheduler began: their lease ran out, or process or connection ended.",
             [Query(f"zenps_lost_nodes_total{{{JOB}}}", "{{role}}s")],
             kind="stat",
             width=5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import listing
+from zenps.partition.ring import SLOTS
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Refused, Register
 
@@ -21,8 +22,8 @@ def refusal(
 ) -> Refused | None:
     """Returns why a node cannot join; None if it can.
 
-    Servers may join at any time, and there may be more than ``cluster.servers``. Workers may join a running
-    job if it is elastic and has lost some.
+    Servers may join at any time, and there may be more than ``cluster.servers``, but not more than slots.
+    Workers may join a running job if it is elastic and has lost some.
     """
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
@@ -34,6 +35,8 @@ def refusal(
             f"the cluster is complete with {expected} {role}(s) and {state}; "
             f"raise cluster.{role}s, or wait until this job has ended",
         )
+    if role == "server" and members.count(role, *ALIVE) >= SLOTS:
+        return Refused("usage", f"there are {SLOTS} servers, one for each slot; no more have anything to do")
     if role == "worker" and rank >= expected:
         return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
     if rank >= 0 and (node := members.holder(role, rank)) is not None:

@@ -105,6 +105,22 @@ class AllreduceOutcome(Outcome):
         return self._answer
 
 
+class FailedRound(Outcome):
+    """The outcome of a round that could not be reduced: every rank is told why."""
+
+    __slots__ = ("_answer",)
+
+    def __init__(self, failure: Failure) -> None:
+        self._answer = Answer(failure)
+
+    @property
+    def size_bytes(self) -> int:
+        return 0
+
+    def reply(self, rank: int) -> Answer:
+        return self._answer
+
+
 class Payload(Struct, frozen=True):
     """One push, checked and ready to be reduced. Each reducer has its own subclass.
 

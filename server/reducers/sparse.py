@@ -9,10 +9,11 @@ import torch
 from zenps.codecs.base import Positions
 from zenps.codecs.registry import BY_SPAN, CODECS, choose
 from zenps.errors import ProtocolError
-from zenps.wire.messages import Push, Result
+from zenps.wire.fields import MAX_RESULT_FRAGMENTS
+from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
-from .base import AllreduceOutcome, Part, Payload, Reducer
+from .base import AllreduceOutcome, FailedRound, Part, Payload, Reducer
 from .values import check_frames, dequantize, divisor_of, pushed_rows, quantize
 
 
@@ -59,7 +60,7 @@ class SparseReducer(Reducer[SparsePayload]):
         size_bytes = positions.nbytes + values.nbytes + RECEIVE_BUFFER_BYTES
         return SparsePayload(push, size_bytes, positions, values)
 
-    def reduce(self, payloads: Sequence[SparsePayload]) -> AllreduceOutcome:
+    def reduce(self, payloads: Sequence[SparsePayload]) -> AllreduceOutcome | FailedRound:
         push = payloads[0].push
         pushed = [
             (torch.from_numpy(payload.positions), dequantize(payload.values, payload.push, self._pool))
@@ -70,7 +71,10 @@ class SparseReducer(Reducer[SparsePayload]):
         row_bytes = values.nbytes // max(len(union), 1)
         # Half a message, as for pushes: the rest is for bitmaps and the envelope.
         most_rows = max(self._max_message_bytes // 2 // (row_bytes + POSITION_BYTES), 1)
-        cuts = cut_fragments(0, len(union), most_rows)
+        cuts = cut_fragments(0, len(union), most_rows, MAX_RESULT_FRAGMENTS)
+        max_rows = self._max_message_bytes // (row_bytes + POSITION_BYTES)
+        if -(-len(union) // len(cuts)) > max_rows:
+            return FailedRound(_too_large(push, len(union), max_rows))
         about = push.ring_epoch, push.tensor, push.step, push.chunk
         parts: list[Part] = []
         for fragment, (begin, end) in enumerate(cuts):
@@ -82,3 +86,13 @@ class SparseReducer(Reducer[SparsePayload]):
             part = values if len(cuts) == 1 else values[begin * row_bytes : end * row_bytes]
             parts.append((result, encoded.data, part))
         return AllreduceOutcome(*parts[0], parts[1:])
+
+
+def _too_large(push: Push, rows: int, max_rows: int) -> Failure:
+    """The failure of a round whose sum does not fit into the most messages that a chunk may take."""
+    reason = (
+        f"tensor {push.tensor!r}, step {push.step}: a sum of {rows} rows on one server, in one chunk: "
+        f"expected at most {MAX_RESULT_FRAGMENTS} messages of {max_rows} rows; raise "
+        "cluster.max_message_bytes on all nodes, add servers, or push fewer rows at first"
+    )
+    return Failure(push.ring_epoch, push.tensor, push.step, push.chunk, "size", reason)

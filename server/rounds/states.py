@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
-from zenps.wire.messages import Failure, FromServer, Push
+from zenps.wire.messages import FromServer, Push
 
 from ..reducers.base import Answer, Outcome
 
@@ -137,22 +137,6 @@ class Reply(Struct, frozen=True):
 Action = Reduce | Reply
 
 
-class FailedRound(Outcome):
-    """The outcome of a round that could not be reduced: every rank is told why."""
-
-    __slots__ = ("_answer",)
-
-    def __init__(self, failure: Failure) -> None:
-        self._answer = Answer(failure)
-
-    @property
-    def size_bytes(self) -> int:
-        return 0
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
-
-
 class ServerRound(Struct, eq=False):
     """One round: its state, and what is held for it."""
 
@@ -231,7 +215,7 @@ class ServerRound(Struct, eq=False):
         self.fragments.pop(rank, None)
 
 
-def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
+def replies_of(outcome: Outcome, pushes: Iterable[HeldPush], *, ends: bool = False) -> list[Reply]:
     """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
     replies: list[Reply] = []
     peers: list[bytes] = []
@@ -240,7 +224,7 @@ def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
         answer = outcome.reply(held.push.rank)
         if answer is not last:
             last, peers = answer, []
-            replies.append(Reply(peers, answer.message, answer.frames))
+            replies.append(Reply(peers, answer.message, answer.frames, ends))
             if answer.others:
                 replies += [Reply(peers, other.message, other.frames) for other in answer.others]
         peers.append(held.peer)

@@ -16,13 +16,12 @@ from zenps.observe.lateness import Lateness
 from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
-from ..reducers.base import Outcome
+from ..reducers.base import FailedRound, Outcome
 from .admission import Admission, Predicate
 from .history import History
 from .states import (
     MAX_ASK_SECONDS,
     Action,
-    FailedRound,
     FailEvent,
     HeldPush,
     Key,
@@ -165,7 +164,8 @@ class ServerRounds:
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""
         round_ = self._open[key]
-        return [*replies_of(outcome, round_.held.values()), *self._close(round_, "reduced", outcome, now)]
+        replies = replies_of(outcome, round_.held.values(), ends=isinstance(outcome, FailedRound))
+        return [*replies, *self._close(round_, "reduced", outcome, now)]
 
     def on_departed(self, rank: int, reason: str, now: float) -> Actions:
         """Fails rounds that need a worker which cannot be served any more, although it is still a member."""

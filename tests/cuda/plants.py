@@ -170,14 +170,6 @@ PLANTS: Final = (
         "bitmap_codec: wrong_number_of_rows",
     ),
     Plant(
-        "a target one beyond the last row",
-        "scatter.cu",
-        "target < out_rows",
-        "target <= out_rows",
-        COMPARED,
-        "scatter: target_outside",
-    ),
-    Plant(
         "a stage with room for one more",
         "bitmap.cuh",
         "words[word] && rank < end",

@@ -63,7 +63,6 @@ HASHED_COUNT = int(HASHED.told[1])
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
-    "unplace_rows": lambda launcher: place.unplace_rows(launcher, LAYOUT, POSITIONS),
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES, 1000),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
     "hash_positions": lambda launcher: hash_positions(launcher, POSITIONS, [0, 500, 1000], 300, HashMemory()),
@@ -86,7 +85,6 @@ WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "decode_coo": lambda launcher: bitmap_codec.decode_coo(
         launcher, LAYOUT, torch.arange(300, dtype=torch.int32), 0, 1000
     ),
-    "put_rows": lambda launcher: scatter.put_rows(launcher, VALUES, torch.arange(300), torch.zeros(300, 4)),
     "gather_rows": lambda launcher: scatter.gather_rows(launcher, VALUES, torch.arange(300)),
     "merge": lambda launcher: scatter.merge(launcher, torch.arange(300), VALUES, 1000),
 }

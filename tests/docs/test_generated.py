@@ -29,6 +29,7 @@ def test_metrics_are_named_as_prometheus_sees_them(generate: ModuleType) -> None
     assert "| `zenps_rounds_total` | counter | `outcome`: completed, failed |" in text
     assert "| `zenps_build_info` | gauge | `role`, `version` |" in text
     assert text.count("zenps_epoch") == 1
+    assert "| `zenps_stalled_seconds` | gauge | `rank`; `waits_for` |" in text
 
 
 def test_a_diagram_without_its_place_is_noticed(

@@ -33,6 +33,17 @@ finally:
 """
 
 
+SETTINGS = """
+[cluster]
+scheduler = "192.0.2.1:9000"
+host = "192.0.2.2"
+workers = 16 # in all
+[metrics]
+host = "192.0.2.2"
+port = 9100
+"""
+
+
 def zenps(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
     return subprocess.run(
@@ -51,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a training, and settings for a cluster that is not here."""
     path = tmp_path_factory.mktemp("plan")
     (path / "train.py").write_text(textwrap.dedent(TRAINING))
-    (path / "zenps.toml").write_text('[cluster]\nscheduler = "192.0.2.1:9000"\nworkers = 16 # in all\n')
+    (path / "zenps.toml").write_text(SETTINGS)
     return path
 
 

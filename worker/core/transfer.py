@@ -45,7 +45,8 @@ class Sharding(NamedTuple):
         ring_epoch: of the ring. A push names it, so that servers do not mix shardings.
         slot: the slot of a stream, which stays the same under any ring.
         message_rows: the most rows of a sparse tensor that one message takes. A chunk with more travels in
-            several fragments.
+            several fragments, of more rows each if it needs too many.
+        max_rows: the most rows that servers take in one message.
     """
 
     layout: Layout | None
@@ -54,6 +55,7 @@ class Sharding(NamedTuple):
     ring_epoch: int = 0
     slot: int = 0
     message_rows: int = 1 << 62
+    max_rows: int = 1 << 62
 
     def ranges(self) -> dict[tuple[int, int], ChunkRange]:
         """Returns the chunk ranges to push, by server and chunk. In order they cover all positions."""

@@ -36,7 +36,7 @@ from zenps.kernels.gpu.scatter import merge
 from zenps.kernels.gpu.sort_compact import sort_rows, sort_scratch_words
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
-from zenps.wire.tensors import cut_fragments, tensor_bytes
+from zenps.wire.tensors import tensor_bytes
 
 from ..core.request import table_shape
 from ..core.statistics import Progress, Report
@@ -51,7 +51,7 @@ from ..core.transfer import (
 )
 from .accelerator import Accelerator, Event
 from .quantizer import ValueCoder
-from .sparse import as_sparse, check_sparse, row_numbers
+from .sparse import as_sparse, check_sparse, fragments_of, row_numbers
 from .staged import Staged
 
 Compaction = Generator[Event, None, tuple[GroupedRows, Sequence[int]]]
@@ -251,7 +251,7 @@ class StagedSparse(Staged, OneRound):
         codec = self._codec if row_bytes else "coo"
         runs = []
         for each, begin, end in zip(self._ranges.values(), begins, ends, strict=True):
-            cuts = cut_fragments(begin, end, self.encoded.sharding.message_rows)
+            cuts = fragments_of(begin, end, self.encoded.sharding)
             for fragment, (first, stop) in enumerate(cuts):
                 chosen = choose(codec, stop - first, each.span, row_bytes)
                 runs.append(_Run(each, first, stop, chosen, fragment, len(cuts)))

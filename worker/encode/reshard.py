@@ -58,7 +58,7 @@ def _reshard_rows(
     values = _joined(encoded).reshape(len(order), encoded.row_bytes).take(order, axis=0)
     return encode_rows(
         sharding.ranges(),
-        sharding.message_rows,
+        sharding,
         positions[order],
         values.reshape(-1).data,
         encoded.row_bytes,

@@ -117,7 +117,8 @@ class _Ring:
         is_wide = columns > 1 or self._wire.keys == "elements"
         layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
-        max_bytes = self._config.cluster.max_message_bytes // 2
+        max_message_bytes = self._config.cluster.max_message_bytes
+        max_bytes = max_message_bytes // 2
         if layout.granule * row_bytes > max_bytes:
             raise TensorError(
                 f"tensor {name!r}: {layout.granule} row(s) of {columns} {dtype}, which stay together, "
@@ -130,7 +131,8 @@ class _Ring:
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // max_bytes))
         home, message_rows = self._shard_whole(name).home, max(self._message_bytes // row_bytes, 1)
-        return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows)
+        max_rows = max_message_bytes // row_bytes
+        return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows, max_rows=max_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
         size_bytes = count * dtype.itemsize

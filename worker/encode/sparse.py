@@ -14,6 +14,7 @@ from zenps.buffers import BufferPool
 from zenps.codecs.registry import CODECS, choose
 from zenps.errors import ProtocolError, TensorError
 from zenps.kernels.base import Kernels, Rows
+from zenps.wire.fields import MAX_FRAGMENTS
 from zenps.wire.messages import Result
 from zenps.wire.tensors import cut_fragments, tensor_bytes
 
@@ -98,9 +99,25 @@ Ranges = Mapping[tuple[int, int], ChunkRange]
 """Returned by :meth:`Sharding.ranges`."""
 
 
+def fragments_of(begin: int, end: int, sharding: Sharding) -> list[tuple[int, int]]:
+    """Divides the rows of a chunk, from ``begin`` up to ``end``, into the fragments that are messages.
+
+    Raises:
+        TensorError: even the most fragments have more rows than servers take in a message.
+    """
+    cuts = cut_fragments(begin, end, sharding.message_rows, MAX_FRAGMENTS)
+    if -(-(end - begin) // len(cuts)) > sharding.max_rows:
+        raise TensorError(
+            f"a push of {end - begin} rows to one server, in one chunk: expected at most {MAX_FRAGMENTS} "
+            f"messages of {sharding.max_rows} rows; raise cluster.max_message_bytes on all nodes, add "
+            "servers, or push fewer rows at first"
+        )
+    return cuts
+
+
 def encode_rows(
     ranges: Ranges,
-    message_rows: int,
+    sharding: Sharding,
     positions: NDArray[np.int64],
     values: memoryview,
     row_bytes: int,
@@ -109,7 +126,7 @@ def encode_rows(
     """Returns the chunks of a sparse tensor, in fragments where they have more rows than a message takes.
 
     Args:
-        ranges, message_rows: of the tensor's sharding.
+        ranges, sharding: of the tensor.
         positions: ``[n]``, strictly increasing.
         values: the rows at these positions, ``row_bytes`` each. Frames are slices of this memory.
         codec: the setting ``sync.codec``. Rows without values never travel as ``dense``: servers take memory
@@ -118,7 +135,7 @@ def encode_rows(
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
     for each, end in zip(ranges.values(), ends, strict=True):
-        cuts = cut_fragments(begin, end, message_rows)
+        cuts = fragments_of(begin, end, sharding)
         for fragment, (first, stop) in enumerate(cuts):
             inside = positions[first:stop] - each.start
             chosen = choose(codec, stop - first, each.span, row_bytes, inside)
@@ -191,7 +208,7 @@ class SparseTransfer(OneRound):
             expected_rows=expected_rows,
             sharding=sharding,
             chunks=encode_rows(
-                self._ranges, sharding.message_rows, positions.numpy(), tensor_bytes(data), row_bytes, codec
+                self._ranges, sharding, positions.numpy(), tensor_bytes(data), row_bytes, codec
             ),
             values=coder.form,
             row_bytes=row_bytes,

@@ -17,6 +17,21 @@ from ..core.transfer import Transform
 from .sparse import as_sparse, as_table, coalesced, row_numbers
 
 
+def checked_sum(tensor: Tensor, kernels: Kernels) -> Tensor:
+    """Sums the duplicate rows of a sparse tensor whose indices all lie inside its shape.
+
+    Raises:
+        TensorError: some do not.
+    """
+    rows, _ = table_shape(tensor)
+    if not tensor.is_cpu:  # before it is coalesced, which makes valid indices of some that are not
+        check_rows(row_numbers(tensor._indices(), tuple(tensor.shape[: tensor.sparse_dim()])), max(rows, 1))
+    result = coalesced(tensor, kernels)
+    if tensor.is_cpu:
+        check_rows(as_table(result)[0], max(rows, 1))
+    return result
+
+
 class ToHost(Transform):
     """Copies a tensor from a device to the CPU, where it is reduced."""
 
@@ -44,13 +59,7 @@ class Densified(Transform):
         self._kernels = kernels
 
     def apply(self, tensor: Tensor) -> Tensor:
-        rows, _ = table_shape(tensor)
-        if not tensor.is_cpu:  # before it is coalesced, which makes valid indices of some that are not
-            check_rows(row_numbers(tensor._indices(), tuple(self._shape[: self._sparse_dim])), max(rows, 1))
-        summed = coalesced(tensor, self._kernels)
-        if tensor.is_cpu:
-            check_rows(as_table(summed)[0], max(rows, 1))
-        return summed.to_dense()
+        return checked_sum(tensor, self._kernels).to_dense()
 
     def undo(self, result: Tensor) -> Tensor:
         table = result.reshape(
@@ -74,7 +83,7 @@ class ByElement(Transform):
         self._kernels = kernels
 
     def apply(self, tensor: Tensor) -> Tensor:
-        summed = coalesced(tensor, self._kernels)
+        summed = checked_sum(tensor, self._kernels)
         if self._columns <= 1:  # each row is one element
             return summed
         numbers = row_numbers(summed._indices(), tuple(self._shape[: self._sparse_dim]))

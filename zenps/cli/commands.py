@@ -216,7 +216,8 @@ def _drain(args: argparse.Namespace) -> int:
     if not 0 <= args.rank < 1 << 16:
         raise ConfigError("RANK", args.rank, "a server's rank, 0 to 65535")
     config = _load_or_find(args)
-    drain(config.cluster, args.rank, args.timeout_seconds, load_keys(config.security, "operator"))
+    seconds = args.timeout_seconds or config.cluster.lease_seconds + 5.0
+    drain(config.cluster, args.rank, seconds, load_keys(config.security, "operator"))
     print(f"server {args.rank} has no slots any more and ends")
     return 0
 
@@ -269,7 +270,8 @@ def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> 
     from .plan.recorded import record
 
     own = [f"cluster.workers={workers}", "cluster.servers=1", "cluster.scheduler=", "sync.scheme=zenps"]
-    own += ["sync.trace=", "security.keys=", "security.secret="]
+    own += ["cluster.host=", "cluster.server_port=0", "metrics.port=-1", "status.port=-1"]
+    own += ["sync.consistency=bsp", "sync.trace=", "security.keys=", "security.secret="]
     args.set = [*args.set, *own]
     loaded = _load(args)
     return record(loaded.config, args.command, _environment(args, loaded), steps, trace)

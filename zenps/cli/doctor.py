@@ -26,7 +26,7 @@ from zenps.errors import ConfigError, DeadlineError, ZenPSError, listing
 from zenps.kernels.native.library import ADVICE, find_library
 from zenps.keys import load_keys
 from zenps.schemes.registry import scheme_of
-from zenps.wire.addresses import find_host, why_unreachable
+from zenps.wire.addresses import bindable, find_host, why_unreachable
 from zenps.wire.scheduler_messages import Status
 
 from .local_clusters import LocalCluster
@@ -195,10 +195,13 @@ def _keys(config: Config) -> Check:
     return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.owners)} in {keys.file}")
 
 
-def _bind(name: str, host: str, port: int, advice: str) -> Check:
-    shown = f"{host}, {f'port {port}' if port else 'any free port'}"
+def _bind(name: str, host: str | None, port: int, advice: str, known_as: str = "") -> Check:
+    """Checks whether a port can be listened on; None: on all addresses of this machine."""
+    where = f"{known_as or host}{'' if host else ', on all addresses of this machine'}"
+    shown = f"{where}, {f'port {port}' if port else 'any free port'}"
     try:
-        family, kind, _, _, target = net.getaddrinfo(host, port, type=net.SOCK_STREAM)[0]
+        found = net.getaddrinfo(host, port, type=net.SOCK_STREAM, flags=net.AI_PASSIVE)
+        family, kind, _, _, target = found[0]
         with net.socket(family, kind) as probe:
             # As ZeroMQ and the metrics endpoint do: a port is free although its last connections linger.
             probe.setsockopt(net.SOL_SOCKET, net.SO_REUSEADDR, 1)
@@ -236,9 +239,18 @@ def _cluster(config: Config, found: Sequence[LocalCluster]) -> Iterator[Check]:
     except ZenPSError as error:
         yield Check("own address", "fail", str(error), "check the name, DNS and the routes of this machine")
         return
-    advice = "set cluster.host to an address of this machine, cluster.server_port to 0 or a free port"
-    yield _bind("own address", own, config.cluster.server_port, advice)
+    yield _own_address(own, config.cluster.server_port)
     yield from _scheduler(config, is_shared=True)
+
+
+def _own_address(host: str, port: int) -> Check:
+    """Checks the address of a server here. Behind NAT it is none of this machine, which listens on all."""
+    advice = "set cluster.host to an address that leads here, cluster.server_port to 0 or a free port"
+    try:
+        here = bindable(host)
+    except OSError as error:
+        return Check("own address", "fail", f"{host}: {error.strerror}", advice)
+    return _bind("own address", None if here == "*" else here, port, advice, known_as=host)
 
 
 def _scheduler(config: Config, *, is_shared: bool = False) -> Iterator[Check]:
@@ -274,8 +286,11 @@ def _nodes(config: Config, status: Status) -> Check:
     }
     found = " and ".join(f"{present[role]} of {expected[role]} {role}(s)" for role in expected)
     lost = [f"{node.role} {node.rank} ({node.host})" for node in status.nodes if node.state == "lost"]
-    if lost:
+    if lost and status.state == "failed":
         return Check("nodes", "fail", f"lost: {', '.join(lost)}", "see their logs; then start the job again")
+    if lost:
+        advice = "see their logs; the job goes on without them: add another in place of each"
+        return Check("nodes", "warn", f"{found}; lost: {', '.join(lost)}", advice)
     if status.state == "gathering" and present != expected:
         return Check("nodes", "warn", f"gathering: {found}", "the cluster waits for the others: start them")
     return Check("nodes", "ok", found)

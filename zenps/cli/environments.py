@@ -110,7 +110,7 @@ def _check_scheduler(address: str) -> None:
     try:
         family, kind, _, _, target = net.getaddrinfo(host, port, type=net.SOCK_STREAM)[0]
         with net.socket(family, kind) as probe:
-            probe.bind((target[0], 0))
+            probe.bind((target[0], 0, *target[2:]))
     except OSError as error:
         raise ConfigError(
             "cluster.scheduler",

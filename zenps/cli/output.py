@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
 import sys
+import time
 from typing import Final
 
 MAX_LINE_BYTES: Final = 1 << 16
@@ -14,6 +16,9 @@ MAX_LINE_BYTES: Final = 1 << 16
 
 STALLED_SECONDS: Final = 60.0
 """Output that nobody reads for this long has failed. Applies to streams that do not block."""
+
+LOOK_SECONDS: Final = 0.25
+"""How often a write that waits looks whether it should go on waiting."""
 
 # Escape sequences that erase or move would damage the lines of other processes. Colours are kept.
 _CURSOR: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfsu]")
@@ -36,6 +41,7 @@ class Output:
         self._colour = {name: _COLOURS[index % len(_COLOURS)] for index, name in enumerate(names)}
         self._coloured = not os.environ.get("NO_COLOR")  # https://no-color.org
         self._unfinished = b""
+        self._until = float("inf")
         self.failure: OSError | None = None
         self.columns: int | None = None
         if sys.stdout.isatty() and sys.stderr.isatty():
@@ -58,6 +64,10 @@ class Output:
             self._unfinished = shown
             self._write(sys.stdout.fileno(), _ERASE_LINE + shown)
 
+    def limit(self, until: float) -> None:
+        """No write waits for a reader after the monotonic time ``until``. Signal handlers may call this."""
+        self._until = until
+
     def close(self) -> None:
         """Shows the cursor again: a program that was killed may have hidden it."""
         if self.columns is not None:
@@ -70,25 +80,32 @@ class Output:
     def _write(self, fd: int, data: bytes) -> None:
         try:
             while data and self.failure is None:
-                data = data[_write_some(fd, data) :]
+                data = data[self._write_some(fd, data) :]
         except OSError as error:
             self.failure = error
-            if not isinstance(error, BrokenPipeError):
+            if not isinstance(error, BrokenPipeError) and _is_writable(sys.stderr.fileno(), 0.0):
                 line = f"zenps: output cannot be written: {error.strerror}\n"
                 with contextlib.suppress(OSError):
                     os.write(sys.stderr.fileno(), line.encode())
 
-
-def _write_some(fd: int, data: bytes) -> int:
-    """Returns how many bytes were written. None may be, if another process made the stream non-blocking."""
-    try:
-        return os.write(fd, data)
-    except BlockingIOError:
-        poll = select.poll()
-        poll.register(fd, select.POLLOUT)
-        if not poll.poll(1000 * STALLED_SECONDS):
-            raise
+    def _write_some(self, fd: int, data: bytes) -> int:
+        """Returns how many bytes were written; 0 if another process made the stream non-blocking."""
+        until = float("inf") if os.get_blocking(fd) else time.monotonic() + STALLED_SECONDS
+        while not _is_writable(fd, LOOK_SECONDS):
+            # A signal may have set the limit meanwhile.
+            if time.monotonic() >= min(until, self._until):
+                raise TimeoutError(errno.ETIMEDOUT, "nobody reads it")
+        # A write of more would block until all of it is read.
+        with contextlib.suppress(BlockingIOError):
+            return os.write(fd, data[: select.PIPE_BUF])
         return 0
+
+
+def _is_writable(fd: int, wait_seconds: float) -> bool:
+    """True if a write to ``fd`` would not block, or would fail, within ``wait_seconds``."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(1000 * wait_seconds))
 
 
 class Lines:

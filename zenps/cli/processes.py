@@ -134,7 +134,7 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the whole group, if the program has not ended."""
         if self.exit_code is None:
-            os.killpg(self._popen.pid, number)
+            _signal_group(self._popen.pid, number)
 
     def has_ended(self) -> bool:
         """True if the program has ended. Then its process group is killed, and ``exit_code`` is set."""
@@ -145,16 +145,29 @@ class Process:
         if info is None:
             return False
         # Until the leader is reaped, no other process can get its number.
-        os.killpg(pid, signal.SIGKILL)
+        _signal_group(pid, signal.SIGKILL)
         self._guard.report(f"-{pid}")
         self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else SIGNALLED + info.si_status
         self._popen.wait()
         return True
 
+    def is_gone(self, pid: int) -> bool:
+        """True if no process has this number, or one of this group, which is killed when the program ends."""
+        try:
+            return os.getpgid(pid) == self._popen.pid
+        except ProcessLookupError:
+            return True
+
     def how_it_ended(self) -> str:
         """Returns a text such as ``exit code 3``, or ``killed by signal 9 (Killed)``."""
         code = self._popen.returncode
         return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    # No process of the group may be ours to signal, as under sudo. It then ends by itself.
+    with contextlib.suppress(PermissionError):
+        os.killpg(group, number)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from socket import gethostname
 from typing import Final
 
 import msgspec
 
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import DeadlineError
+from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
+from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
@@ -265,16 +267,25 @@ class Supervisor:
         return cause if cause.exit_code else failed
 
     def _status(self) -> Status | None:
-        """Asks the scheduler for the status. None if the scheduler has ended or does not answer."""
+        """Asks the scheduler for the status. None if it has ended, does not answer, or refuses our key."""
         return self._ask(fetch)
 
     def _report_end(self, ended: Process) -> Status | None:
         """Reports the end of a server or worker, so that nobody waits for its lease.
 
-        Returns what :meth:`_status` does, afterwards.
+        Another process may have its rank, as one has that replaces a server which was stopped. It is not
+        reported. Returns what :meth:`_status` does, afterwards.
         """
-        role, _, rank = ended.name.partition(" ")
-        return self._ask(partial(report_end, "server" if role == "server" else "worker", int(rank)))
+        name, _, rank = ended.name.partition(" ")
+        role: Role = "server" if name == "server" else "worker"
+        status = self._status()
+        if status is None:
+            return None
+        for node in status.nodes:
+            is_here = (node.role, node.rank, node.host) == (role, int(rank), gethostname())
+            if is_here and not ended.is_gone(node.pid):
+                return status
+        return self._ask(partial(report_end, role, int(rank)))
 
     def _ask(self, question: Callable[[ClusterConfig, float, Keys | None], Status]) -> Status | None:
         if not self._address:
@@ -283,6 +294,9 @@ class Supervisor:
         try:
             return question(cluster, STATUS_SECONDS, load_keys(self._config.security, "operator"))
         except DeadlineError:
+            return None
+        except ConfigError as error:  # the operator's key was revoked, or its file is being replaced
+            self._say(f"the scheduler cannot be asked: {error}")
             return None
 
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
@@ -303,6 +317,7 @@ class Supervisor:
         number = self._signals.pop(0)
         began = time.monotonic() if began is None else began
         self._grace_ends = began + GRACE_SECONDS if self._signals else float("inf")
+        self._output.limit(began + GRACE_SECONDS)
         # Workers first: a server or the scheduler should not tell them first that it ends.
         for process in reversed(self._processes):
             process.signal(number)

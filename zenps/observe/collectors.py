@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,9 @@ from .lateness import MAX_RANKS, latest
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
 """In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
+
+_VARYING: Final = re.compile(r"( of rank\(s\) .*)?, step \d+$")
+"""What differs from stall to stall in what a worker waits for."""
 
 
 class Tally(Collector):
@@ -128,7 +132,10 @@ class Late(Collector):
 
 
 class Stalled(Collector):
-    """A gauge of the longest stalls; it has no series while there is none."""
+    """A gauge of the longest stalls; it has no series while there is none.
+
+    The label ``waits_for`` has no steps or ranks, which would make a series for each stall.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.waits: Sequence[tuple[int, str, float]] = ()
@@ -141,7 +148,7 @@ class Stalled(Collector):
         )
         family = GaugeMetricFamily("zenps_stalled_seconds", documentation, labels=["rank", "waits_for"])
         for rank, waits_for, seconds in self.waits:
-            family.add_metric([str(rank), waits_for], seconds)
+            family.add_metric([str(rank), _VARYING.sub("", waits_for)], seconds)
         yield family
 
     describe = collect

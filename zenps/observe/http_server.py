@@ -7,6 +7,7 @@ senders and slow readers take no descriptors from the data path, and do not keep
 
 from __future__ import annotations
 
+import errno
 import io
 import ipaddress
 import logging
@@ -39,6 +40,8 @@ MAX_REQUEST_BYTES: Final = 16 << 10
 
 POLL_SECONDS: Final = 0.2
 """How often connections over their limit are closed, and how long :meth:`Endpoint.close` may take."""
+
+_EXHAUSTED: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _HEADERS: Final = {
     "Cache-Control": "no-store",
@@ -117,6 +120,15 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._free_threads = threading.Semaphore(MAX_THREADS)
         super().__init__(address, handler)
         self.is_local = ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accepts a connection."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in _EXHAUSTED:  # the connection still waits, so this is called again at once
+                time.sleep(POLL_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serves a connection on a thread of its own, unless closed ones still have all threads."""

@@ -137,4 +137,4 @@ class _JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line)  # in ASCII: stderr need not be UTF-8

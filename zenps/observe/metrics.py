@@ -1,8 +1,9 @@
 """Prometheus metrics of each role, and the HTTP endpoint that exports them.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
-Labels are closed sets: a label per tensor, step or peer would make a series each. Ranks are a large set, so
-only the latest ones are shown. A process has one metrics object, on a registry that the caller gives.
+Labels are closed sets: a label per tensor, step or peer would make a series each. Ranks are a large set, and
+so is what they wait for: only the latest ones and the longest waits are shown. A process has one metrics
+object, on a registry that the caller gives.
 """
 
 from __future__ import annotations
@@ -258,7 +259,9 @@ class SchedulerMetrics(_ListenerMetrics):
         )
         self.live_nodes = self._gauge("zenps_live_nodes", "Nodes with a valid lease.", role=roles)
         self.lost_nodes = self._counter(
-            "zenps_lost_nodes_total", "Nodes whose lease ran out before they left.", role=roles
+            "zenps_lost_nodes_total",
+            "Nodes lost before they left: their lease ran out, or their process or connection ended.",
+            role=roles,
         )
         self.barriers = self._counter(
             "zenps_barriers_total", "Barriers ended, by outcome.", outcome=("completed", "failed")

@@ -15,7 +15,7 @@ from bisect import bisect
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -60,8 +60,12 @@ def collected(trace: str) -> Iterator[str]:
             "sync.trace", trace, f"a file in a directory that can be written ({reason})"
         ) from error
     yield str(directory / path.name)
+    parts = sorted(directory.iterdir())
+    if not parts:  # no process began to write
+        directory.rmdir()
+        return
     try:
-        merge(sorted(directory.iterdir()), path)
+        merge(parts, path)
     except ConfigError as error:
         print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
     else:
@@ -79,8 +83,10 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         The number of parts that are not empty.
 
     Raises:
-        ConfigError: a file cannot be read or written, or is not a part.
+        ConfigError: a file cannot be read or written, or is not a part; or ``path`` is one.
     """
+    if path.resolve() in {part.resolve() for part in parts} or _is_part(path):
+        raise ConfigError("OUT", str(path), "the file to write, which is no part")
     known = [part for part in map(_look, parts) if part is not None]
     if not known:
         raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
@@ -91,9 +97,8 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
         "clock_error_us": {part.path.name: part.error_us for part in known},
     }
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("wb") as file:
+        with _replacing(path) as file:
             file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about))
             file.write(b',"traceEvents":[')
             separator = b"\n"
@@ -102,10 +107,35 @@ def merge(parts: Sequence[Path], path: Path) -> int:
                     file.write(separator + msgspec.json.encode(event))
                     separator = b",\n"
             file.write(b"\n]}\n")
-        os.replace(partial, path)
     except OSError as error:
         raise ConfigError("OUT", str(path), f"a file that can be written ({error.strerror})") from error
     return len(known)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` when the block ends; after an error there, it is removed."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink()
+            raise
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a process wrote the file: the first event of a part is its node."""
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            return False
+        with path.open("rb") as file:
+            first = b"".join([file.readline(1 << 16) for _ in range(2)])
+        return msgspec.json.decode(first.strip(b"[], \r\n"), type=Event).name == NODE
+    except (OSError, ValueError, msgspec.DecodeError):
+        return False
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -10,6 +10,7 @@ The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -271,9 +272,10 @@ class Recorder(Trace):
             reason = f"it has {MAX_BYTES >> 20} MiB"
             if self._written_bytes + len(data) <= MAX_BYTES:
                 try:
-                    os.write(self._fd, data)
-                    self._written_bytes += len(data)
-                    return
+                    if os.write(self._fd, data) == len(data):
+                        self._written_bytes += len(data)
+                        return
+                    reason = os.strerror(errno.ENOSPC)  # a part of it was still written
                 except OSError as error:  # the disk is full: no reason to end a training
                     reason = str(error)
             os.close(self._fd)

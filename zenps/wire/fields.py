@@ -28,9 +28,11 @@ Address = Annotated[str, Meta(max_length=300)]
 MAX_COLUMNS = (1 << 28) - 1
 SEAL_BYTES = 32
 MAX_WAIT = 1200  # characters of what a worker waits for
-Fragment = Annotated[int, Meta(ge=0, lt=1 << 15)]
+MAX_FRAGMENTS = 1 << 15
+MAX_RESULT_FRAGMENTS = 1 << 12  # half of what a server's send queue takes, for they are sent at once
+Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 """Which fragment of a chunk a message is, in order of position."""
-Fragments = Annotated[int, Meta(ge=1, le=1 << 15)]
+Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
 """In how many messages the rows of a chunk travel from the same sender."""
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenps.errors import ProtocolError
 
-from .fields import Dtype
+from .fields import MAX_FRAGMENTS, Dtype
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "float16": torch.float16,
@@ -51,12 +51,15 @@ def copied_bytes(tensor: Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def cut_fragments(begin: int, end: int, most_rows: int) -> list[tuple[int, int]]:
+def cut_fragments(
+    begin: int, end: int, most_rows: int, max_fragments: int = MAX_FRAGMENTS
+) -> list[tuple[int, int]]:
     """Divides the rows from ``begin`` up to ``end`` into the fewest fragments of at most ``most_rows``.
 
-    Their sizes differ by a row at most. There is one fragment if there are no rows.
+    Their sizes differ by a row at most. There is one fragment if there are no rows, and there are never more
+    than ``max_fragments``: these have more rows then.
     """
-    count = max(1, -(-(end - begin) // most_rows))
+    count = min(max(1, -(-(end - begin) // most_rows)), max_fragments)
     if count == 1:
         return [(begin, end)]
     return list(pairwise([begin + (end - begin) * number // count for number in range(count + 1)]))

@@ -20,7 +20,7 @@ from tests.scheduler.nodes import (
     view_of,
     worker,
 )
-from zenps.partition.ring import rebalance
+from zenps.partition.ring import SLOTS, rebalance
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import public_identity
@@ -255,3 +255,17 @@ def test_a_failed_rendezvous_of_many_fits_its_message() -> None:
     assert len(sends) == 599
     decoder: Decoder[Refused] = Decoder("job", FromScheduler)
     assert "583 more" in decoder.decode(encode("job", sends[0].message)).reason
+
+
+def test_a_server_beyond_the_slots_is_refused_and_the_job_goes_on() -> None:
+    membership = make_membership(workers=1, servers=1)
+    for number in range(SLOTS):
+        assert membership.on_message(server(number), register("server"), 0.0) == []
+    late = server(SLOTS)
+    refused = only(membership.on_message(late, register("server"), 0.0), late)
+    assert isinstance(refused, Refused)
+    assert (refused.kind, "4096 servers" in refused.reason) == ("usage", True)
+    membership.on_message(worker(0), register("worker"), 0.0)
+    assert (membership.state, membership.live("server")) == ("confirming", SLOTS)
+    assert only(membership.on_message(late, register("server"), 0.0), late) == refused
+    assert (membership.state, membership.epoch) == ("confirming", 1)

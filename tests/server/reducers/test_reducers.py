@@ -28,7 +28,10 @@ from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
 from zenps.server.reducers.registry import make_reducers
 from zenps.wire.blocks import NONE_LEFT, decode_blocks
-from zenps.wire.messages import Push, Result
+from zenps.wire.fields import MAX_RESULT_FRAGMENTS
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.messages import Failure, FromServer, Push, Result
+from zenps.wire.sockets import MAX_QUEUED_MESSAGES
 from zenps.wire.tensors import (
     DTYPES,
     RECEIVE_BUFFER_BYTES,
@@ -388,6 +391,26 @@ def test_a_sum_too_large_for_a_message_comes_in_fragments_with_the_same_bits() -
     union = CODECS[expected.codec].decode(positions, expected.rows, 3000)
     assert np.array_equal(np.concatenate(decoded), union)
     assert outcome.size_bytes == sum(frame.nbytes for each in answers for frame in each.frames)
+
+
+def test_a_sum_of_more_messages_than_a_send_queue_takes_has_larger_ones() -> None:
+    assert 2 * MAX_RESULT_FRAGMENTS <= MAX_QUEUED_MESSAGES
+    rows = 40_000
+    push, frames = sparse_push(0, range(rows), torch.ones(rows, 1), rows)
+    payload = read(push, frames)
+    reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 2 * 9 * 12)["sparse"]  # 9 rows in half of it
+    answer = reducer.reduce([payload]).reply(0)
+    answers = [answer, *answer.others]
+    decoder: Decoder[FromServer] = Decoder("job", FromServer)
+    results: list[Any] = [decoder.decode(encode("job", each.message)) for each in answers]
+    assert [result.fragment for result in results] == list(range(MAX_RESULT_FRAGMENTS))
+    assert sum(result.rows for result in results) == rows
+
+    reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 9 * 12)["sparse"]
+    failure = reducer.reduce([payload]).reply(0).message
+    assert isinstance(failure, Failure)
+    assert (failure.kind, failure.tensor, failure.step, failure.chunk) == ("size", "t", 5, 2)
+    assert "a sum of 40000 rows on one server" in failure.reason
 
 
 # ── blocks ──────────────────────────────────────────────────────────────────────────────────────

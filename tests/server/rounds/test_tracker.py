@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 from zenps.errors import ProtocolError
-from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.reducers.base import Answer, FailedRound, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
@@ -430,6 +430,16 @@ def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
     (failed,) = rounds.on_tick(DEADLINE_SECONDS + 1)
     assert isinstance(failed, Reply)
     assert rounds.on_push(make_held(1, KEY), 40.0) == [Reply([peer_of(1)], failed.message)]
+
+
+def test_a_round_whose_sum_cannot_be_sent_fails_once() -> None:
+    rounds = make_rounds(2)
+    (reduce,) = push_all(rounds, KEY, [0, 1])
+    assert isinstance(reduce, Reduce)
+    failure = Failure(1, *KEY, "size", "too large")
+    ended = rounds.finish(KEY, FailedRound(failure), 0.0)
+    assert ended == [Reply([peer_of(0), peer_of(1)], failure, ends=True)]
+    assert rounds.on_push(make_held(1, KEY), 1.0) == [Reply([peer_of(1)], failure)]
 
 
 def test_a_deadline_names_the_missing_ranks() -> None:

@@ -128,7 +128,7 @@ def test_memory_that_cannot_be_registered_is_logged_once(
     with caplog.at_level(logging.WARNING, "zenps.worker"):
         assert shared_pinned_pool(arena, DEVICE) is None
     (record,) = caplog.records
-    assert "copied once more for servers on this host: cudaHostRegister cannot pin 1 bytes" in record.message
+    assert "need one more copy to reach servers on this host: cudaHostRegister cannot pin 1 bytes" in record.message
     assert "CUDA error 304" in record.message
 
 

@@ -25,7 +25,9 @@ from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
-from zenps.wire.messages import Push, Result
+from zenps.wire.fields import MAX_FRAGMENTS
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.messages import Push, Result, ToServer
 from zenps.wire.tensors import dtype_name
 from zenps.worker.core.request import table_shape
 from zenps.worker.core.statistics import Progress
@@ -447,3 +449,36 @@ def test_a_whole_tensor_that_nobody_pushed_is_zero_or_its_root_is_lost(contribut
         return
     with pytest.raises(RootLostError, match="root was lost"):
         transfer.finish()
+
+
+@pytest.mark.parametrize("columns", [0, 1])
+def test_a_chunk_of_more_messages_than_can_be_numbered_has_larger_ones(columns: int) -> None:
+    tensor = sparse(range(40_000), torch.ones(40_000, columns), (40_000, columns))
+    sharding = Sharding(make_layout("balanced", 40_000, 1, [0], 0), 1, 0, message_rows=1, max_rows=2)
+    encoded = encoded_by(SparseTransfer(tensor, sharding, "coo", KERNELS, Unchanged(tensor.dtype)))
+    assert [chunk.fragment for chunk in encoded.chunks] == list(range(MAX_FRAGMENTS))
+    assert sum(chunk.rows for chunk in encoded.chunks) == 40_000
+    decoder: Decoder[ToServer] = Decoder("job", ToServer)
+    for chunk in encoded.chunks:
+        numbers = {"fragment": chunk.fragment, "fragments": chunk.fragments}
+        push = structs.replace(make_push(encoded, chunk, 0, False), **numbers)
+        assert decoder.decode(encode("job", push, chunk.frames), chunk.frames) == push
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_chunk_that_the_most_messages_do_not_take_is_refused(
+    is_on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zenps.worker.encode.sparse.MAX_FRAGMENTS", 4)
+    tensor = sparse(range(10), torch.ones(10, 1), (10, 1))
+    sharding = Sharding(make_layout("balanced", 10, 1, [0], 0), 1, 0, message_rows=1, max_rows=2)
+    coder = Unchanged(tensor.dtype)
+
+    def begin() -> Transfer:
+        if not is_on_device:
+            return SparseTransfer(tensor, sharding, "coo", KERNELS, coder)
+        cuda = CudaConfig()
+        return prepared(StagedSparse(tensor, sharding, "coo", cuda, on_the_device, ACCELERATOR, coder))
+
+    with pytest.raises(TensorError, match=r"10 rows .* of 2 rows; raise cluster\.max_message_bytes"):
+        begin()

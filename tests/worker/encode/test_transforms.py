@@ -96,11 +96,15 @@ def test_a_densified_tensor_has_lost_which_zeros_were_touched() -> None:
     assert transform.undo(transform.apply(tensor)).indices().tolist() == [[3, 5]]
 
 
-@pytest.mark.parametrize("row", [-1, 50])
-def test_rows_outside_the_tensor_are_refused_before_they_are_written(row: int) -> None:
-    tensor = sparse([row], torch.ones(1, 3), (50, 3))
-    with pytest.raises(TensorError, match="expected 0 to 49"):
-        Densified(tensor, KERNELS).apply(tensor)
+@pytest.mark.parametrize("row", [-1, 10, 12, 1 << 62, -(1 << 63)])
+@pytest.mark.parametrize("columns", [1, 2, 3, 4])
+@pytest.mark.parametrize("transform", [ByElement, Densified])
+def test_rows_outside_the_tensor_are_refused_before_they_are_written(
+    transform: type[ByElement | Densified], row: int, columns: int
+) -> None:
+    tensor = sparse([row], torch.ones(1, columns), (10, columns))
+    with pytest.raises(TensorError, match="expected 0 to 9;"):
+        transform(tensor, KERNELS).apply(tensor)
 
 
 @pytest.mark.parametrize("transform", [ByElement, Densified])
@@ -122,12 +126,15 @@ class OnDevice:
         return getattr(self._tensor, name)
 
 
+@pytest.mark.parametrize("transform", [ByElement, Densified])
 @pytest.mark.parametrize("indices", [[[50]], [[-1]], [[0], [5]], [[10], [0]], [[-1], [2]]])
-def test_on_a_device_indices_are_checked_before_anything_is_written_by_them(indices: list[list[int]]) -> None:
+def test_on_a_device_indices_are_checked_before_anything_is_written_by_them(
+    transform: type[ByElement | Densified], indices: list[list[int]]
+) -> None:
     shape = (50, 3) if len(indices) == 1 else (10, 5, 3)
     tensor = torch.sparse_coo_tensor(indices, torch.ones(1, 3), shape, check_invariants=False)
     with pytest.raises(TensorError, match="expected 0 to 49"):
-        Densified(tensor, KERNELS).apply(cast(Tensor, OnDevice(tensor)))
+        transform(tensor, KERNELS).apply(cast(Tensor, OnDevice(tensor)))
 
 
 def test_on_a_device_all_rows_of_the_shape_are_densified() -> None:

@@ -17,6 +17,8 @@ from zenps.cli.local_clusters import LocalCluster
 from zenps.config.sources import load
 from zenps.kernels.native.library import find_library
 from zenps.keys import generate
+from zenps.wire.fields import Role
+from zenps.wire.scheduler_messages import NodeStatus, Status
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +137,21 @@ def test_address_that_is_not_here() -> None:
     assert "assign" in check.found
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_an_address_before_this_machine_is_as_good_as_its_own(is_taken: bool) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1] if is_taken else 0
+        sets = ("cluster.scheduler=127.0.0.1:1", "cluster.host=203.0.113.1", f"cluster.server_port={port}")
+        check = examined(*sets)["own address"]
+    assert check.found.startswith("203.0.113.1, on all addresses of this machine, ")
+    assert (check.verdict, "in use" in check.found) == (("warn", True) if is_taken else ("ok", False))
+
+
+def test_a_host_that_cannot_be_resolved() -> None:
+    sets = ("cluster.scheduler=127.0.0.1:1", "cluster.host=no-such-host.invalid")
+    assert examined(*sets)["own address"].verdict == "fail"
+
+
 def test_no_scheduler_listens() -> None:
     check = examined("cluster.scheduler=127.0.0.1:1")["scheduler"]
     assert check.verdict == "fail"
@@ -160,6 +177,22 @@ def test_cluster_that_gathers(scheduler: str) -> None:
     assert "0 of 1 worker(s) and 0 of 1 server(s)" in checks["nodes"].found
     assert checks["shared settings"].verdict == "fail"
     assert checks["shared settings"].found == "sync.granule is 64 here and 32 there"
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict"), [("running", "warn"), ("confirming", "warn"), ("failed", "fail")]
+)
+def test_lost_nodes(state: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def node(role: Role, rank: int, state: str) -> NodeStatus:
+        return NodeStatus(role, rank, f"host{rank}", 1, "", "", 2, state, 0, 0.0, {})
+
+    nodes = (node("server", 0, "present"), node("server", 1, "lost"), node("worker", 0, "present"))
+    status = Status("default", state, 2, 10.0, {}, nodes)
+    monkeypatch.setattr(doctor, "fetch", lambda *args: status)
+    monkeypatch.setattr(doctor, "why_unreachable", lambda *args: "")
+    check = examined("cluster.scheduler=127.0.0.1:1", "cluster.servers=2")["nodes"]
+    assert (check.verdict, "start the job again" in check.advice) == (verdict, verdict == "fail")
+    assert check.found.endswith("lost: server 1 (host1)")
 
 
 def test_exit_code_and_report(zenps: Any) -> None:

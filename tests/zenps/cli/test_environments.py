@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,17 @@ def test_scheduler_of_this_machine_is_accepted() -> None:
 def test_scheduler_elsewhere_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="an address of this machine"):
         of(f"cluster.scheduler={address}")
+
+
+def test_a_link_local_scheduler_is_bound_on_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = []
+
+    class Socket(socket.socket):
+        def bind(self, address: object) -> None:
+            bound.append(address)
+
+    found = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 7777, 0, 3))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: found)
+    monkeypatch.setattr(socket, "socket", Socket)
+    assert of("cluster.scheduler=[fe80::1]:7777")
+    assert bound[0] == ("fe80::1", 0, 0, 3)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import LEASE_SECONDS
+from tests.zenps.conftest import eventually
 from zenps.cli.supervisor import GRACE_SECONDS, MAX_SCHEDULER_DEATHS
 from zenps.keys import generate
 
@@ -248,6 +249,52 @@ def test_training_continues_without_a_worker(
     assert_nothing_is_left(zenps)
 
 
+@pytest.mark.long
+def test_a_server_that_has_replaced_a_stopped_one_stays(zenps: Any, tmp_path: Path) -> None:
+    counts = ("--workers", "1", "--servers", "2", "--set", f"cluster.lease_seconds={LEASE_SECONDS}")
+    script = (
+        "import os, time, zenps as zps; zps.init(); zps.barrier(); print('started', flush=True)\n"
+        "while not os.path.exists('stop'): time.sleep(0.05)\n"
+        "zps.shutdown()"
+    )
+    popen = zenps.start("launch", *counts, "--", sys.executable, "-c", script)
+    assert "started" in popen.stdout.readline()
+
+    def servers() -> list[tuple[str, int]]:
+        status = json.loads(zenps("status", "--json").stdout)
+        return [(node["state"], node["pid"]) for node in status["nodes"] if node["role"] == "server"]
+
+    (_, kept), (_, stopped) = servers()
+    os.kill(stopped, signal.SIGSTOP)
+    eventually(lambda: ("present", stopped) not in servers())
+    address = json.loads(zenps("status", "--json").stdout)["nodes"][0]["address"]
+    zenps.start("server", "--set", f"cluster.scheduler={address}")
+    eventually(lambda: [state for state, _ in servers()] == ["present", "present"])
+    os.kill(stopped, signal.SIGKILL)
+    said = next((line for line in popen.stderr if "killed by signal 9" in line), "nothing of it")
+    assert "launch    | server 1 ended" in said
+    assert [state for state, _ in servers()] == ["present", "present"]
+    assert servers()[0][1] == kept
+    (tmp_path / "stop").touch()
+    popen.communicate(timeout=60)
+    assert popen.returncode == 0
+
+
+@pytest.mark.long
+def test_training_that_went_well_ends_well_without_the_operator_s_key(zenps: Any, tmp_path: Path) -> None:
+    """The key was revoked meanwhile."""
+    generate(tmp_path / "keys", workers=1, servers=1)
+    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
+    script = (
+        "import pathlib, zenps as zps; zps.init(); keys = pathlib.Path('keys/keys.toml')\n"
+        "lines = [line for line in keys.read_text().splitlines() if not line.startswith('operator')]\n"
+        "keys.write_text('\\n'.join(lines)); zps.shutdown()"
+    )
+    done = zenps("launch", "--workers", "1", *sets, "--", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert "launch    | the scheduler cannot be asked: " in done.stderr
+
+
 def test_a_scheduler_that_is_killed_again_and_again_ends_all(zenps: Any, sleepers: Any) -> None:
     for _ in range(MAX_SCHEDULER_DEATHS + 1):
         os.kill(zenps.pid_of("zenps.cli scheduler"), signal.SIGKILL)
@@ -347,6 +394,20 @@ def test_reader_of_the_output_leaves(zenps: Any) -> None:
     popen.stdout = None
     popen.communicate(timeout=60)
     assert popen.returncode == 128 + signal.SIGPIPE
+    assert_nothing_is_left(zenps)
+
+
+@pytest.mark.long
+def test_output_that_nobody_reads_delays_no_end(zenps: Any, tmp_path: Path) -> None:
+    script = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('up', 'w')\n"
+        "while True: print('x' * 1000)"
+    )
+    popen = zenps.start("launch", "--", *PYTHON, script)
+    eventually((tmp_path / "up").exists)
+    time.sleep(1)  # now all pipes are full
+    popen.send_signal(signal.SIGTERM)
+    assert popen.wait(timeout=GRACE_SECONDS + 10) == 143
     assert_nothing_is_left(zenps)
 
 

@@ -143,4 +143,19 @@ def test_pipe_without_a_reader_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("sys.stdout", stream)
         output.line("a", b"x", is_stderr=False)
     os.close(reader)
-    assert isinstance(output.failure, BlockingIOError)
+    assert isinstance(output.failure, TimeoutError)
+
+
+def test_pipe_that_blocks_is_given_up_once_a_limit_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the handler of SIGTERM, while launch writes to a pager that nobody scrolls."""
+    output = Output(["a"])
+    reader, writer = full_pipe()
+    os.set_blocking(writer, True)
+    timer = threading.Timer(0.2, lambda: output.limit(time.monotonic() + 0.1))
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        timer.start()
+        output.line("a", b"x", is_stderr=False)
+    timer.join()
+    os.close(reader)
+    assert isinstance(output.failure, TimeoutError)

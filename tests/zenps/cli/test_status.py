@@ -9,16 +9,18 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 
+from zenps.cli.commands import main
 from zenps.cli.printing import show_status, watch_status
 from zenps.cli.status import drain, fetch
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ConfigError, DeadlineError, UsageError
-from zenps.wire.scheduler_messages import Change, NodeStatus, Status
+from zenps.wire.scheduler_messages import Change, Drain, NodeStatus, Status
 from zenps.wire.status import late_workers, to_json
 
 SERVER = NodeStatus(
@@ -233,3 +235,34 @@ def test_no_scheduler_answers_a_drain(zenps: Any) -> None:
     done = zenps("drain", "0", "--set", "cluster.scheduler=127.0.0.1:1", "--timeout-seconds", "0.3")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("zenps: no answer from the scheduler at 127.0.0.1:1 within 0.3 s")
+
+
+def test_a_drain_that_waits_for_another_server_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaving, paused = (
+        msgspec.structs.replace(SERVER, rank=rank, state=state)
+        for rank, state in ((0, "leaving"), (1, "present"))
+    )
+    answers = [msgspec.structs.replace(status(leaving, paused), epoch=4), status(paused)]
+
+    def ask(cluster: object, question: object, *rest: object) -> Status:
+        if isinstance(question, Drain):
+            raise DeadlineError("no answer from the scheduler")
+        return answers.pop(0)
+
+    monkeypatch.setattr("zenps.cli.status.ask", ask)
+    expected = r"^server 0 is being drained; after 15 s, server 1 \(host node-1, pid 42\) has not confirmed"
+    with pytest.raises(DeadlineError, match=expected):
+        drain(ClusterConfig(), 0, 15.0)
+    with pytest.raises(DeadlineError, match=r"^no answer from the scheduler$"):
+        drain(ClusterConfig(), 0, 15.0)
+
+
+@pytest.mark.parametrize(("options", "seconds"), [((), 25.0), (("--timeout-seconds", "3"), 3.0)])
+def test_a_drain_waits_until_a_silent_server_is_lost(
+    options: Sequence[str], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("zenps.cli.status.drain", lambda cluster, rank, limit, keys: waited.append(limit))
+    sets = ("--set", "cluster.scheduler=127.0.0.1:1", "--set", "cluster.lease_seconds=20")
+    assert main(["drain", "0", *sets, *options]) == 0
+    assert waited == [seconds]

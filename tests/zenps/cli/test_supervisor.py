@@ -61,7 +61,7 @@ def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
     sets = ["cluster.workers=2", f"cluster.on_worker_loss={on_worker_loss}"]
     job: Any = Supervisor(load(sets=sets, environ={}).config, [])
     job.clock, job.state, job.epoch = clock, "running", 1
-    left = [SimpleNamespace(role="worker", rank=0, state="left", silent_seconds=1.0)]
+    left = [SimpleNamespace(role="worker", rank=0, state="left", silent_seconds=1.0, host="", pid=0)]
     job._address = b"host:1\n"
     job._processes = [Worker(name, clock) for name in ("worker 0", "worker 1")]
     job._read = clock.wait

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from ctypes import byref, c_int64
 from itertools import product
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cuda.host.build import Sanitizer
-from tests.zenps.kernels.native_library import EAGER, SANITIZER, build_native
+from tests.zenps.kernels.native_library import EAGER, SANITIZER, SOURCES, build_native
 from zenps.buffers import BufferPool
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE, Rows
@@ -219,3 +220,12 @@ def test_what_c_does_not_take_raises_as_it_does_with_torch() -> None:
             TORCH.compact(torch.arange(3), wrong)
         with pytest.raises((RuntimeError, KeyError, IndexError, ValueError)):
             native.compact(torch.arange(3), wrong)
+
+
+def test_older_compilers_know_the_instruction_sets_that_are_asked_for() -> None:
+    """An unknown one is an error to them, and a package is then built without native kernels."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.[ch]")))
+    asked_for = set(re.findall(r'__builtin_cpu_supports\("(\w+)"\)', sources))
+    known = {"avx", "avx2", "bmi", "bmi2", "fma", "popcnt"}  # to GCC 9 and clang 14
+    assert asked_for, "expected calls of __builtin_cpu_supports"
+    assert asked_for <= known

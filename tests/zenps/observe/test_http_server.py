@@ -116,3 +116,37 @@ def test_no_number_of_connections_keeps_others_out(
             assert served.scrape() < SOON_SECONDS
             assert served.count_descriptors() <= before + MAX_THREADS + 1
     assert served.scrape() < SOON_SECONDS
+
+
+EXHAUST = """
+import contextlib, os, resource, socket, time
+from prometheus_client import CollectorRegistry
+from zenps.observe.metrics import SchedulerMetrics, serve
+registry = CollectorRegistry()
+SchedulerMetrics(registry)
+host, _, port = serve(registry, "127.0.0.1", 0).address.rpartition(":")
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+client = socket.socket()
+client.settimeout(30)
+opened = []
+with contextlib.suppress(OSError):
+    while True:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+client.connect((host, int(port)))
+begin = time.process_time()
+time.sleep(1)
+print(time.process_time() - begin)
+for descriptor in opened:
+    os.close(descriptor)
+client.sendall(b"GET /metrics HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+print(client.recv(15))
+"""
+
+
+def test_it_waits_idly_for_a_free_descriptor() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXHAUST], capture_output=True, text=True, timeout=100, check=False
+    )
+    busy_seconds, answer = done.stdout.splitlines()
+    assert float(busy_seconds) < 0.3
+    assert answer == "b'HTTP/1.0 200 OK'", done.stderr

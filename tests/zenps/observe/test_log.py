@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -118,6 +120,14 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
         "message": "peer\nπ",
     }
     assert second["traceback"].endswith("OSError: no route")
+
+
+def test_json_is_valid_whatever_the_encoding_of_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="backslashreplace")
+    monkeypatch.setattr(sys, "stderr", stderr)
+    setup("server", 2, LogConfig(format="json")).warning("über π \udcff")
+    stderr.flush()
+    assert json.loads(stderr.buffer.getvalue().decode("utf-8"))["message"] == "über π \udcff"
 
 
 def test_other_loggers_are_left_alone() -> None:

@@ -152,6 +152,19 @@ def test_only_the_latest_of_thousands_of_ranks_have_series() -> None:
     assert {sample.value for sample in samples} >= {999.0, 998.0, 997.0}
 
 
+def test_stalls_of_the_same_kind_have_the_same_series() -> None:
+    registry = CollectorRegistry()
+    metrics = SchedulerMetrics(registry)
+    found = []
+    for step in (3, 12):
+        waits_for = f"tensor 'a, step 4', step {step}", f"models of rank(s) {step}, 9, step {step}", "barrier"
+        metrics.stalled.waits = [(rank, what, 60.0) for rank, what in enumerate(waits_for)]
+        samples = [s for f in registry.collect() for s in f.samples if s.name == "zenps_stalled_seconds"]
+        found.append([sample.labels for sample in samples])
+    expected = enumerate(("tensor 'a, step 4'", "models", "barrier"))
+    assert found == 2 * [[{"rank": str(rank), "waits_for": what} for rank, what in expected]]
+
+
 def test_build_info_names_the_role() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zenps.cli.commands import main
 from zenps.errors import ConfigError
-from zenps.observe.timeline import merge, read_events
+from zenps.observe import timeline
+from zenps.observe.timeline import collected, merge, read_events
 from zenps.observe.trace import CLOCK, NODE, Event, open_trace
 
 NAMES = st.text(min_size=1, max_size=20)
@@ -178,3 +181,51 @@ def test_files_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
         merge([part], tmp_path / "missing" / "out")
     with pytest.raises(ConfigError, match="PART = "):
         merge([tmp_path / "missing"], tmp_path / "out")
+
+
+@pytest.fixture
+def two_parts(tmp_path: Path) -> list[Path]:
+    """In a folder that has nothing else."""
+    for role in ("server", "worker"):
+        recorder = open_trace(str(tmp_path / "trace.json"), role)
+        recorder.instant("epoch", 1)
+        recorder.close()
+    return sorted(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("others", [slice(1, None), slice(0, None)], ids=["forgotten", "among the parts"])
+def test_a_part_is_not_overwritten(
+    two_parts: list[Path], others: slice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in two_parts}
+    out, *parts = map(str, [two_parts[0], *two_parts[others]])
+    assert main(["trace", out, *parts]) == 2
+    assert capsys.readouterr().err == f"zenps: OUT = {out!r}: expected the file to write, which is no part\n"
+    assert {path: path.read_bytes() for path in two_parts[0].parent.iterdir()} == before
+
+
+def test_an_earlier_timeline_is_overwritten(two_parts: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    assert [merge(two_parts, out) for _ in range(2)] == [2, 2]
+    out.write_bytes(b"\xff\x00")
+    assert merge(two_parts, out) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")])
+def test_nothing_is_left_of_a_timeline_that_could_not_be_written(
+    error: BaseException | type[BaseException], two_parts: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    folder = two_parts[0].parent
+    monkeypatch.setattr(timeline, "_shown", fail)
+    with pytest.raises((KeyboardInterrupt, ConfigError)):
+        merge(two_parts, folder / "trace.json")
+    assert sorted(folder.iterdir()) == two_parts
+
+
+def test_a_job_that_wrote_no_part_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with collected(str(tmp_path / "trace.json")):
+        pass
+    assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from zenps.errors import ConfigError
 from zenps.observe import trace as tracing
 from zenps.observe.clock import ClockFilter
+from zenps.observe.timeline import read_events
 from zenps.observe.trace import CLOCK, NODE, OFF, Event, Recorder, open_trace
 
 
@@ -182,6 +184,21 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     recorder.close()
     assert recorder._fd == -1
     full.close()
+
+
+def test_a_trace_ends_where_the_disk_takes_no_more_of_it(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    write = os.write
+    full = recorder._fd
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:-20] if fd == full else data))
+    recorder.instant("epoch", 1)
+    recorder._flush()
+    recorder.instant("epoch", 2)
+    recorder.close()
+    assert recorder._fd == -1
+    assert [event.name for event in read_events(recorder.path) if event.ph == "i"] == []
+    assert warnings == [f"the timeline ends here: {recorder.path}, No space left on device; training goes on"]
 
 
 def test_an_event_without_a_time_keeps_none() -> None:

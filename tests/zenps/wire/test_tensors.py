@@ -1,17 +1,25 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
-from zenps.wire.fields import MAX_COLUMNS, Dtype
-from zenps.wire.tensors import DTYPES, copied_bytes, dtype_name, tensor_bytes, tensor_from_bytes
+from zenps.wire.fields import MAX_COLUMNS, MAX_FRAGMENTS, Dtype
+from zenps.wire.tensors import (
+    DTYPES,
+    copied_bytes,
+    cut_fragments,
+    dtype_name,
+    tensor_bytes,
+    tensor_from_bytes,
+)
 
 torch.set_num_threads(1)
 
@@ -129,3 +137,16 @@ def test_any_announced_shape(data: bytes, dtype: torch.dtype, rows: int, columns
     except ProtocolError:
         return
     assert got.nbytes == len(data)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 200_000), st.integers(1, 300))
+@example(0, 40_000, 1)
+def test_fragments_cover_all_rows_and_are_no_more_than_a_message_can_number(
+    begin: int, rows: int, most_rows: int
+) -> None:
+    cuts = cut_fragments(begin, begin + rows, most_rows)
+    assert [cuts[0][0], *[stop for _, stop in cuts]] == [*[first for first, _ in cuts], begin + rows]
+    sizes = {stop - first for first, stop in cuts}
+    assert max(sizes) - min(sizes) <= 1
+    assert len(cuts) == min(max(1, math.ceil(rows / most_rows)), MAX_FRAGMENTS)

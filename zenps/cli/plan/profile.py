@@ -43,6 +43,7 @@ class Growth:
     def __init__(self, counts: NDArray[np.int64], samples: int, total: float) -> None:
         self._samples, self._total = samples, total
         self._frequencies = np.bincount(counts, minlength=samples + 1)
+        self._chances: dict[int, NDArray[np.float64]] = {}
         quarter, half, whole = (self.items(samples // part) for part in (4, 2, 1))
         steps = [math.log((samples // 2) / (samples // 4)), math.log(samples / (samples // 2))]
         slopes = [
@@ -65,8 +66,12 @@ class Growth:
     def chances(self, samples: int) -> NDArray[np.float64]:
         """``[m + 1]``: by j, the chance that an item in j of m samples is in any of ``samples`` of them."""
         every, samples = self._samples, min(samples, self._samples)
-        ways = math.comb(every, samples)
-        return np.array([1 - math.comb(every - j, samples) / ways for j in range(every + 1)])
+        if samples not in self._chances:
+            # C(m - j, k) ÷ C(m, k) as a product: the numbers themselves may have a million digits.
+            chosen = np.arange(every)
+            missed = np.cumprod(np.maximum(every - samples - chosen, 0) / (every - chosen))
+            self._chances[samples] = 1 - np.concatenate([[1.0], missed])
+        return self._chances[samples]
 
 
 class Occurrences:

@@ -1,4 +1,4 @@
-"""Mapping between rows and positions on the device: wraps ``cuda/place.cu``."""
+"""Mapping from rows to positions on the device: wraps ``cuda/place.cu``."""
 
 from __future__ import annotations
 
@@ -67,25 +67,6 @@ def place_rows(
     args = (layout.placement, rows, len(rows), positions, 0 if cleared is None else cleared, words)
     launcher.launch("place", expression, _blocks(max(len(rows), words)), BLOCK, args)
     return positions
-
-
-def unplace_rows(launcher: Launcher, layout: DeviceLayout, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """The row at each position.
-
-    Args:
-        positions: int32 or int64 ``[n]`` on the device, in any order; not trusted.
-
-    Returns:
-        rows int64 ``[n]``, and a flag, int64 ``[1]``: 1 if a position is no row's; the row of such a position
-        is 0.
-    """
-    check_on_device("positions", positions, INTEGERS, 1)
-    rows = torch.empty(len(positions), dtype=torch.int64, device=positions.device)
-    outside = torch.zeros(1, dtype=torch.int64, device=positions.device)
-    expression = f"unplace_rows<{position_name(positions.dtype)}>"
-    args = (layout.placement, positions, len(positions), rows, outside)
-    launcher.launch("place", expression, _blocks(len(positions)), BLOCK, args)
-    return rows, outside
 
 
 def _blocks(numbers: int) -> int:

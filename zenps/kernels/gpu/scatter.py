@@ -1,4 +1,4 @@
-"""Scatter and gather of rows of any dtype, on the device: wraps ``cuda/scatter.cu``."""
+"""Gather and merge of rows of any dtype, on the device: wraps ``cuda/scatter.cu``."""
 
 from __future__ import annotations
 
@@ -13,35 +13,6 @@ from .sources import word_name
 
 ITEMS = 4
 """Words that a thread moves; ``cuda/scatter.cu`` has the same."""
-
-
-def put_rows(launcher: Launcher, values: Tensor, targets: Tensor, out: Tensor) -> Tensor:
-    """``out[targets] = values``; the other rows of ``out`` stay as they are.
-
-    Args:
-        values: ``[n, columns]`` of any dtype, on the device.
-        targets: int64 ``[n]``, distinct. If two are equal, the row is one of both or a mixture.
-        out: ``[rows, columns]`` of the same dtype, such as a gradient filled with zeros.
-
-    Returns:
-        a flag, int64 ``[1]``: 1 if a target lies outside [0, rows); such rows are not written.
-
-    Raises:
-        TensorError: another dtype or shape.
-    """
-    check_on_device("targets", targets, (torch.int64,), 1)
-    check_on_device("values", values, (out.dtype,), 2)
-    check_on_device("output", out, (out.dtype,), 2)
-    if len(targets) != len(values) or values.shape[1] != out.shape[1]:
-        shapes = f"{tuple(values.shape)} to {len(targets)} targets in {tuple(out.shape)}"
-        raise TensorError(f"values of shape {shapes}: expected one target for each row, and as many columns")
-    outside = torch.zeros(1, dtype=torch.int64, device=values.device)
-    word_bytes = pack_bytes(_row_bytes(values), values, out)
-    words = _row_bytes(values) // word_bytes
-    args = (values, targets, len(values), words, len(out), out, outside)
-    grid = grid_of(-(-len(values) * words // ITEMS))
-    launcher.launch("scatter", f"put_rows<{word_name(word_bytes)}>", grid, BLOCK, args)
-    return outside
 
 
 def gather_rows(launcher: Launcher, values: Tensor, order: Tensor) -> Tensor:

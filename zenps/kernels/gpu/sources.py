@@ -67,10 +67,7 @@ _SUMMED_WIDER = (torch.float16, torch.bfloat16)
 _KEYS = ("uint32", "uint64")  # positions as words that can be compared and swapped
 
 EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
-    "place": (
-        *_specialise("place_rows<{}, {}>", _ROWS, _POSITION),
-        *_specialise("unplace_rows<{}>", _POSITION),
-    ),
+    "place": _specialise("place_rows<{}, {}>", _ROWS, _POSITION),
     "radix_sort": (
         *_specialise("count_digits<{}>", _POSITION),
         *_specialise("sort_pass<{}>", _POSITION),
@@ -93,10 +90,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("encode_coo<{}, {}>", _POSITION, _POSITION),
         *_specialise("decode_coo<{}>", _POSITION),
     ),
-    "scatter": (
-        *_specialise("put_rows<{}>", tuple(_WORDS.values())),
-        *_specialise("gather_rows<{}>", tuple(_WORDS.values())),
-    ),
+    "scatter": _specialise("gather_rows<{}>", tuple(_WORDS.values())),
     "threshold_compact": (
         *(f"mark_elements<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)),
         "list_marked",

@@ -12,7 +12,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Final
 
-ADVICE: Final = "install a C compiler, such as gcc, and then ZenPS again"
+ADVICE: Final = (
+    "install a C compiler, such as gcc, and then ZenPS again; where there is one, pip install -v shows why "
+    "it failed"
+)
 """What to do where the library was not built."""
 
 BITMAP, RADIX, NONE = 1, 2, 3

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
 #define HAS_STREAM
 #endif
@@ -66,10 +67,15 @@ INLINE void fetch(const char *place, int64_t bytes) {
 #define NAMED(name) avx2_##name
 #include "loops.h"
 
+/* __builtin_cpu_supports knows f16c from GCC 11 and clang 18 on; older ones refuse to compile it. */
+static int has_f16c(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
 const Loops *zenps_loops(void) {
-    int has_all = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") &&
-                  __builtin_cpu_supports("popcnt") && __builtin_cpu_supports("bmi") &&
-                  __builtin_cpu_supports("bmi2");
+    int has_all = __builtin_cpu_supports("avx2") && has_f16c() && __builtin_cpu_supports("popcnt") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
     return has_all ? &avx2_loops : &base_loops;
 }
 #else

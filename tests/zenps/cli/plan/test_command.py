@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from zenps.cli.commands import main
+from zenps.cli.plan import recorded
+from zenps.config.settings import ClusterConfig, Config, MetricsConfig, StatusConfig, SyncConfig
 from zenps.config.sources import load
 from zenps.observe.recording import encode
 from zenps.schemes.registry import fixed_schemes
@@ -135,3 +138,32 @@ def test_more_workers_than_are_planned_for_may_train(trace: str, capsys: pytest.
     options = ["--set", "cluster.workers=2000", "--workers", "1024", "--json"]
     assert main(["plan", "--trace", trace, *options]) == 0
     assert json.loads(capsys.readouterr().out)["workers"] == 1024
+
+
+def test_a_training_is_recorded_on_a_cluster_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the settings say of the nodes of the cluster to plan for, and of what they send."""
+    monkeypatch.chdir(tmp_path)
+    Path("zenps.toml").write_text(
+        '[cluster]\nscheduler = "192.0.2.1:9000"\nhost = "192.0.2.2"\nserver_port = 9001\nworkers = 16\n'
+        '[sync]\nscheme = "byteps"\nconsistency = "ds-sync"\ntrace = "trace.json"\nseed = 5\n'
+        "[metrics]\nport = 9002\n[status]\nport = 9003\n"
+    )
+    started: list[tuple[Config, Mapping[str, str]]] = []
+
+    def record(config: Config, command: object, environ: Mapping[str, str], *rest: object) -> int:
+        started.append((config, environ))
+        return 7
+
+    monkeypatch.setattr(recorded, "record", record)
+    assert main(["plan", "--workers", "16", "--", "true"]) == 7
+    ((config, environ),) = started
+    own = Config(
+        cluster=ClusterConfig(workers=2),
+        sync=SyncConfig(seed=5),
+        metrics=MetricsConfig(port=-1),
+        status=StatusConfig(port=-1),
+    )
+    assert config == own
+    assert load(environ=environ).config == own

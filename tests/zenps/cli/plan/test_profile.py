@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,24 @@ def test_growth_is_the_mean_over_all_choices() -> None:
     assert growth.items(1) == pytest.approx(2.0)
     assert growth.items(2) == pytest.approx(sum(pairs) / 6)
     assert growth.items(4) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("samples", [4, 5, 17, 64])
+def test_chances_are_those_of_counting_all_choices(samples: int) -> None:
+    growth = Growth(np.array([samples]), samples, 1)
+    for chosen in range(samples + 1):
+        ways = math.comb(samples, chosen)
+        expected = [1 - math.comb(samples - j, chosen) / ways for j in range(samples + 1)]
+        assert growth.chances(chosen) == pytest.approx(expected, abs=1e-12)
+
+
+def test_the_growth_of_a_long_recording_is_found_at_once() -> None:
+    samples = 200_000
+    begin = time.monotonic()
+    growth = Growth(np.array([1, samples // 2, samples]), samples, 100)
+    assert growth.items(1) == pytest.approx(1.5 + 1 / samples)
+    assert growth.items(samples) == pytest.approx(3.0)
+    assert time.monotonic() - begin < 1.0
 
 
 @pytest.mark.parametrize("overlap", [0.05, 0.25, 0.9])
