@@ -105,7 +105,7 @@ def _due(suspect: _Suspect) -> float:
 
 def _is_refused(suspect: _Suspect, now: float) -> bool:
     """Looks at the present attempt, and begins the next one when it is due."""
-    if suspect.probe is not None and select.select((), (suspect.probe,), (), 0)[1]:
+    if suspect.probe is not None and _is_decided(suspect.probe):
         if suspect.probe.getsockopt(net.SOL_SOCKET, net.SO_ERROR) == errno.ECONNREFUSED:
             return True
         _close(suspect)
@@ -119,6 +119,13 @@ def _is_refused(suspect: _Suspect, now: float) -> bool:
     except OSError:  # no descriptor is free: perhaps at the next probe
         return False
     return probe.connect_ex(suspect.target) == errno.ECONNREFUSED
+
+
+def _is_decided(probe: net.socket) -> bool:
+    """True if a connection attempt has succeeded or failed."""
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(probe, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _close(suspect: _Suspect) -> None:

@@ -20,7 +20,7 @@ from zenps.observe.trace import Trace
 from zenps.wire.curve import Authenticator
 from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.identity import public_part
-from zenps.wire.messages import GiveUp, Here, Push, Resend, ToServer
+from zenps.wire.messages import Failure, GiveUp, Here, Push, Resend, ToServer
 
 from .reducers.registry import make_reducers
 from .replies import ReplySender
@@ -116,7 +116,9 @@ class Dispatcher:
         self, peer: bytes, push: Push, envelope: memoryview, tensors: list[memoryview], begin_ns: int
     ) -> Actions:
         if peer in self._replies.dropped:
-            raise ProtocolError("unexpected", f"push of rank {push.rank}, which was dropped")
+            reason = f"tensor {push.tensor!r}, step {push.step}: {self._replies.dropped[peer]}"
+            where = push.ring_epoch, push.tensor, push.step, push.chunk
+            return [Reply([peer], Failure(*where, "lost", reason))]
         reducer = self._reducers[push.kind]
         reducer.check_size(push)
         if push.shared is not None:

@@ -1,4 +1,4 @@
-"""Reply sender: encodes each reply once for all its peers, and drops a peer whose send queue is full."""
+"""Reply sender: encodes each reply once for all its peers, and drops a peer that takes none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zenps.observe.trace import Trace
 from zenps.wire.connections import Connections
 from zenps.wire.fields import Shared
 from zenps.wire.frames import encode
+from zenps.wire.identity import public_part
 from zenps.wire.messages import Busy, Failure, FromServer
 
 from .rounds.states import Reply
@@ -66,9 +67,9 @@ class ReplySender:
         self._trace = trace
 
     def send(self, reply: Reply) -> None:
-        """Sends a reply to all its peers. Drops those that do not read."""
+        """Sends a reply to all its peers. Drops those for which too many messages wait."""
         match reply.message:
-            case Failure(reason=reason):
+            case Failure(reason=reason) if reply.ends:
                 self._metrics.rounds.fail()
                 logger.warning("%s", reason)
             case Busy():
@@ -77,7 +78,8 @@ class ReplySender:
         frames_bytes = sum([frame.nbytes for frame in reply.frames])
         for peer in reply.peers:
             route = self._workers.routes.get(peer)
-            if route is None or peer in self.dropped:
+            # One that was dropped is told why its rounds fail, if it comes back.
+            if route is None or (peer in self.dropped and not isinstance(reply.message, Failure)):
                 continue
             begin_ns = now_ns()
             shared = self._shared_memory.find(peer, reply.frames)
@@ -88,7 +90,7 @@ class ReplySender:
             try:
                 self._send_queue.send(route, envelope, frames)
             except StalledError as error:
-                self._drop(peer, str(error))
+                self._drop(peer, route, str(error))
                 continue
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -104,18 +106,23 @@ class ReplySender:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)
 
+    def drop_stalled(self) -> None:
+        """Drops the peers that have taken nothing for long, and holds nobody back for them any more."""
+        for route, reason in self._send_queue.look().items():
+            self._drop(public_part(route), route, reason)
+
     def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
         """The envelope of ``message``, whose values lie at ``shared`` if they are not in ``frames``."""
         if shared is not None:
             message = structs.replace(message, shared=shared)
         return encode(self._job, message, frames)
 
-    def _drop(self, peer: bytes, reason: str) -> None:
+    def _drop(self, peer: bytes, route: bytes, reason: str) -> None:
         """Stops serving a worker that does not read: frees its send queue, and cuts its connection."""
         name = self._workers.name_of(peer)
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
-        self._send_queue.forget(self._workers.routes[peer])
+        self._send_queue.forget(route)
         self._shared_memory.forget(peer)
         self._connections.cut(self.connection_of.pop(peer, -1))

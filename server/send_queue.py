@@ -1,25 +1,32 @@
 """Per-peer send queue with a byte limit (backpressure).
 
-A peer that stays connected but never reads leaves its messages in libzmq's queue. The other ranks are
-answered all the same, so nobody waits for that peer; but its queue must not grow for ever.
+What a peer has not taken yet waits in libzmq's queue. While that is more than its limit, no round opens
+(:mod:`.rounds.admission`), so that the queue of a peer on a slow link does not grow for ever. A peer that
+stays connected but takes nothing has to be dropped.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Final
 
 import zmq
 
+from zenps.wire.connections import LOOK_SECONDS
 from zenps.wire.sockets import COPY_BELOW_BYTES, MAX_QUEUED_MESSAGES, Socket, send_frame
 
 # Plain integers: an enum's operator takes a microsecond, for each frame.
 LAST = int(zmq.DONTWAIT)
 MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
 
+STALLED_SECONDS: Final = 10.0
+"""How long a peer whose queue is full may take nothing. A frame counts once all of it is taken, and some are
+large, on slow links that many share."""
+
 
 class StalledError(Exception):
-    """A peer has not taken what it was sent, and its queue is full."""
+    """A peer has not taken what it was sent, and its queue has no room for another message."""
 
 
 class _Queue:
@@ -29,10 +36,13 @@ class _Queue:
         self.frames: deque[tuple[zmq.MessageTracker, int]] = deque()
         self.size_bytes = 0
 
-    def drop_sent(self) -> None:
+    def drop_sent(self) -> bool:
+        """Drops the frames that the peer has taken; returns whether there were any."""
+        before = self.size_bytes
         # They are sent in the order in which they were queued.
         while self.frames and self.frames[0][0].done:
             self.size_bytes -= self.frames.popleft()[1]
+        return self.size_bytes < before
 
 
 class SendQueue:
@@ -40,30 +50,27 @@ class SendQueue:
 
     Args:
         socket: a ROUTER with ``ROUTER_MANDATORY``.
-        max_bytes: the limit for one peer, of frames that are sent by reference. Frames that are copied are
-            small, and are bounded by the number of messages.
+        max_bytes: the queue of a peer is full beyond this, of frames that are sent by reference. Frames that
+            are copied are small, and are bounded by the number of messages.
     """
 
     def __init__(self, socket: Socket, max_bytes: int) -> None:
         self._socket = socket
         self._max_bytes = max_bytes
         self._queues: defaultdict[bytes, _Queue] = defaultdict(_Queue)
+        self._full: dict[bytes, int] = {}
+        """The peers whose queues are full, and how many looks in a row have found that they took nothing."""
 
     def send(self, peer: bytes, envelope: bytes, frames: Sequence[memoryview]) -> None:
         """Queues a message for ``peer``.
 
         Raises:
-            StalledError: the queue of the peer is full; nothing was queued.
+            StalledError: too many messages wait for the peer; nothing was queued.
             zmq.ZMQError: EHOSTUNREACH, the peer is not connected.
         """
         queue = self._queues[peer]
         if queue.frames:
-            queue.drop_sent()
-            if queue.size_bytes > self._max_bytes:
-                raise StalledError(
-                    f"it has not taken {queue.size_bytes} bytes that it was sent, at most "
-                    f"{self._max_bytes} may wait"
-                )
+            self._drop_sent(peer, queue)
         parts: list[bytes | memoryview] = [peer, envelope, *frames]
         last = parts.pop()
         try:
@@ -80,8 +87,38 @@ class SendQueue:
             raise StalledError(f"it has not taken {MAX_QUEUED_MESSAGES} messages that it was sent") from None
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
-                del self._queues[peer]
+                self.forget(peer)
             raise
+        if queue.size_bytes > self._max_bytes:
+            self._full.setdefault(peer, 0)
+
+    def is_any_full(self) -> bool:
+        """True while more waits for some peer than may."""
+        for peer in [*self._full]:
+            self._drop_sent(peer, self._queues[peer])
+        return bool(self._full)
+
+    def look(self) -> dict[bytes, str]:
+        """The peers that have taken nothing for long although their queues are full, each with the reason.
+
+        Call it every :data:`LOOK_SECONDS`. It counts looks, and not seconds: while this process was stopped,
+        nobody could take anything.
+        """
+        if not self.is_any_full():
+            return {}
+        self._full = {peer: looks + 1 for peer, looks in self._full.items()}
+        return {
+            peer: f"it has not taken {self._queues[peer].size_bytes} bytes that it was sent, of which "
+            f"at most {self._max_bytes} may wait, and none of them for {STALLED_SECONDS:g} s"
+            for peer, looks in self._full.items()
+            if looks * LOOK_SECONDS > STALLED_SECONDS
+        }
+
+    def _drop_sent(self, peer: bytes, queue: _Queue) -> None:
+        if queue.drop_sent() and peer in self._full:
+            self._full[peer] = 0
+            if queue.size_bytes <= self._max_bytes:
+                del self._full[peer]
 
     def _send_large(self, part: bytes | memoryview, flags: int, queue: _Queue) -> None:
         tracker = self._socket.send(part, flags, copy=False, track=True)
@@ -91,3 +128,4 @@ class SendQueue:
     def forget(self, peer: bytes) -> None:
         """Forgets the queue of a peer that nothing will be sent to any more."""
         self._queues.pop(peer, None)
+        self._full.pop(peer, None)

@@ -97,10 +97,10 @@ class _Service:
         keep_freed_memory(keep_bytes)
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
-        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
-        self._workers = Workers()
         # A worker that computes reads nothing, and what was sent to it may be all that the budget admits.
         send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
+        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds, send_queue.is_any_full)
+        self._workers = Workers()
         self._replies = ReplySender(
             cluster.job,
             self._address,
@@ -220,8 +220,9 @@ class _Service:
         self._dispatcher.receive(bytes(routing), descriptor, frames)
 
     def _check_peers(self, now: float) -> None:
-        """Cuts connections with messages that never end, and fails the rounds that need a dropped peer."""
+        """Drops peers that take nothing, fails rounds that need a dropped one, and cuts endless messages."""
         self._shared_memory.attend()
+        self._replies.drop_stalled()
         for address in self._connections.cut_endless():
             self._metrics.cut_connections.inc()
             log.once(logger, "endless", "cut the connection of %s: it sent a message without end", address)

@@ -15,7 +15,7 @@ from .members import Members, Node, names
 class _Barrier(Struct):
     """A barrier that is not complete: by rank, who waits there and when each arrived first."""
 
-    opened: float
+    deadline: float
     waiting: dict[int, bytes] = {}
     arrivals: dict[int, float] = {}
 
@@ -71,7 +71,7 @@ class Barriers:
         if sequence != LAST_BARRIER:  # a worker waits at one counted barrier, or any number would stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
         world_size = len(self._members.present("worker"))
-        barrier = self._open.setdefault(sequence, _Barrier(now))
+        barrier = self._open.setdefault(sequence, _Barrier(now + self._deadline_seconds))
         if node.rank not in barrier.waiting:
             self._late.wait([node.rank], [*barrier.arrivals.values()], world_size, now)
             barrier.arrivals[node.rank] = now
@@ -91,10 +91,15 @@ class Barriers:
             absent = [node for node in workers if node.rank not in barrier.waiting]
             arrivals = [*barrier.arrivals.values()]
             self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
-            if now > barrier.opened + self._deadline_seconds:
+            if now > barrier.deadline:
                 reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
                 sends += self._fail(sequence, reason)
         return sends
+
+    def extend(self, seconds: float) -> None:
+        """Gives all open barriers as much longer."""
+        for barrier in self._open.values():
+            barrier.deadline += seconds
 
     def fail(self, reason: str) -> list[Send]:
         """Fails all open barriers for the same reason."""

@@ -8,6 +8,7 @@ it once all servers have it: so no push reaches a server that does not know the 
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from zenps.config.settings import ClusterConfig
 from zenps.keys import node_name
@@ -38,6 +39,10 @@ from .job import Job
 from .members import Node
 from .registration import Settings, is_complete, mistaken, refusal
 from .states import JOB, JobState
+
+LATE_PART: Final = 0.25
+"""A tick may be late by this part of a lease, in which a node sends a heartbeat. If it is later, nobody could
+be heard meanwhile."""
 
 _ENDED = (
     "this job has ended, for all its workers have left; start another, or set cluster.rejoin_seconds for the "
@@ -129,6 +134,8 @@ class Membership:
         sends: list[Send] = []
         # Nodes return to a restarted scheduler by two messages, and it has to answer the first.
         self._job.until += late_seconds
+        if late_seconds > self._cluster.lease_seconds * LATE_PART:
+            self._excuse(late_seconds, now)
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
                 sends += self._on_lost(node, now)
@@ -352,6 +359,15 @@ class Membership:
             if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
                 return departures.on_lost(self._job, node, now, "its process has ended", has_ended=True)
         return []
+
+    def _excuse(self, late_seconds: float, now: float) -> None:
+        """Adds the time in which this scheduler heard nobody to leases and to the deadlines of barriers.
+
+        What nodes have sent meanwhile may not have been read yet: libzmq's thread was stopped, too.
+        """
+        for node in (*self._job.members.alive(), *self._job.recovery.waiting.values()):
+            node.last_heard = min(node.last_heard + late_seconds, now)
+        self._job.barriers.extend(late_seconds)
 
     def _on_lost(self, node: Node, now: float) -> list[Send]:
         return departures.on_lost(self._job, node, now)

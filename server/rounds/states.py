@@ -130,6 +130,8 @@ class Reply(Struct, frozen=True):
     peers: Sequence[bytes]
     message: FromServer
     frames: Sequence[memoryview] = ()
+    ends: bool = False
+    """True if a round has just failed; False for a failure that a repeated push is answered by."""
 
 
 Action = Reduce | Reply
@@ -213,7 +215,7 @@ class ServerRound(Struct, eq=False):
         self.fragments.pop(rank, None)
 
 
-def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
+def replies_of(outcome: Outcome, pushes: Iterable[HeldPush], *, ends: bool = False) -> list[Reply]:
     """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
     replies: list[Reply] = []
     peers: list[bytes] = []
@@ -222,7 +224,7 @@ def replies_of(outcome: Outcome, pushes: Iterable[HeldPush]) -> list[Reply]:
         answer = outcome.reply(held.push.rank)
         if answer is not last:
             last, peers = answer, []
-            replies.append(Reply(peers, answer.message, answer.frames))
+            replies.append(Reply(peers, answer.message, answer.frames, ends))
             if answer.others:
                 replies += [Reply(peers, other.message, other.frames) for other in answer.others]
         peers.append(held.peer)

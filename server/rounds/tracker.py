@@ -17,7 +17,7 @@ from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import FailedRound, Outcome
-from .admission import Admission
+from .admission import Admission, Predicate
 from .history import History
 from .states import (
     MAX_ASK_SECONDS,
@@ -49,9 +49,10 @@ class ServerRounds:
     Args:
         budget_bytes: what may be held before new rounds are refused.
         deadline_seconds: how long an open round waits for its last push; may be infinite.
+        is_held_back: True while a worker has too many answers to take; no round opens then.
     """
 
-    def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
+    def __init__(self, budget_bytes: int, deadline_seconds: float, is_held_back: Predicate = bool) -> None:
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
@@ -60,7 +61,7 @@ class ServerRounds:
         """Elastic: ranks that were there when this ring began, and that the others continue without."""
         self._open: dict[Key, ServerRound] = {}
         self._history = History()
-        self._admission = Admission(budget_bytes, self._history)
+        self._admission = Admission(budget_bytes, self._history, is_held_back)
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -122,8 +123,9 @@ class ServerRounds:
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
         key = Key(push.tensor, push.step, push.chunk)
+        # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
         last = self._history.last(key)
-        if last is not None and push.step <= last.key.step:
+        if last is not None and push.step == last.key.step:
             return self._repeat(last, held)
         self._history.note(push.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
@@ -153,7 +155,7 @@ class ServerRounds:
             passed = self._history.passed(refused.key, refused.refused)
             if not refused.is_recovery and refused.refused.keys() > passed:
                 failure = self._given_up(refused.key, {rank})
-                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure))
+                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure, ends=True))
         for key, round_ in list(self._open.items()):
             if key.tensor == given_up.tensor and key.step <= given_up.step:
                 actions += self._expire(round_, now)
@@ -162,7 +164,8 @@ class ServerRounds:
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
         """A round has been reduced: replies to all ranks, and admits refused rounds."""
         round_ = self._open[key]
-        return [*replies_of(outcome, round_.held.values()), *self._close(round_, "reduced", outcome, now)]
+        replies = replies_of(outcome, round_.held.values(), ends=isinstance(outcome, FailedRound))
+        return [*replies, *self._close(round_, "reduced", outcome, now)]
 
     def on_departed(self, rank: int, reason: str, now: float) -> Actions:
         """Fails rounds that need a worker which cannot be served any more, although it is still a member."""
@@ -269,9 +272,7 @@ class ServerRounds:
         if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
             reason = f"a server and then rank {min(lost)} were lost within one round"
             if round_.is_reopened:
-                reason = (
-                    f"rank {min(lost)} was lost, and the result that contains its push had to be forgotten"
-                )
+                reason = f"rank {min(lost)} was lost, and the result with its push had to be forgotten"
             return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
         if self._peers.keys() <= round_.ranks:
             pushes = round_.pushes()
@@ -359,7 +360,7 @@ class ServerRounds:
     def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
         peers = [held.peer for held in round_.held.values()]
         # Without peers, too: whoever carries it out counts and logs the failure.
-        return [Reply(peers, failure), *self._close(round_, event, FailedRound(failure), now)]
+        return [Reply(peers, failure, ends=True), *self._close(round_, event, FailedRound(failure), now)]
 
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
@@ -372,9 +373,9 @@ class ServerRounds:
         return self._readmit(now)
 
     def _repeat(self, last: ServerRound, held: HeldPush) -> Actions:
-        """Answers a push of a round that has ended, if its outcome is the last one and not a later step's."""
+        """Answers a push of a round whose outcome is kept: once, though a rank repeats all its fragments."""
         self.duplicates += 1
-        if last.key.step != held.push.step:
+        if held.push.fragment:
             return []
         last.advance("push")
         assert last.outcome is not None

@@ -25,12 +25,13 @@ from tests.integration.test_hostile import make_table, make_vector, resident_byt
 from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.config import sources as config
 from zenps.config.shared import shared_settings
-from zenps.wire.frames import encode
+from zenps.server.send_queue import STALLED_SECONDS
+from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
-from zenps.wire.messages import Push
+from zenps.wire.messages import Failure, FromServer, Push
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.scheduler_messages import StatusRequest
-from zenps.wire.sockets import context
+from zenps.wire.sockets import connect, context, open_dealer, receive_frames
 from zenps.worker.rounds.tracker import MAX_REPETITIONS
 from zenps.worker.transport import channel
 from zenps.worker.transport import server_sockets as servers
@@ -236,9 +237,14 @@ ELEMENTS = 157 * 256
 
 
 def push_until_told(sent: Path) -> object:
-    """Rank 0: rounds with a rank that never reads; returns how the last ended, and the slowest one's time."""
+    """Rank 0: rounds with a rank that never reads; returns how the last ended, and the slowest one's time.
+
+    ``sent`` grows by a byte with each round that it begins.
+    """
     slowest, number = 0.0, 0
     while number < 20_000:
+        with sent.open("ab") as file:
+            file.write(b".")
         begin = time.monotonic()
         handle = zps.push_pull_async(torch.ones(ELEMENTS), "vector")
         result = attempt(handle.wait)
@@ -248,8 +254,13 @@ def push_until_told(sent: Path) -> object:
     return None, number, slowest
 
 
-def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
-    """Rank 1, by hand: registers, beats, pushes round after round, and takes no answer."""
+def stall(
+    address: str, settings: Sequence[str], begun: Path, stop: threading.Event, told: list[FromServer]
+) -> None:
+    """Rank 1, by hand: registers, beats, pushes the rounds that rank 0 has ``begun``, and takes no answer.
+
+    After ``stop`` it connects once more, pushes again, and is ``told`` something.
+    """
     cluster = config.load(sets=[*settings, f"cluster.scheduler={address}"], environ={}).config
     with context() as ctx:
         link = SchedulerLink(ctx, cluster.cluster, "worker")
@@ -262,46 +273,44 @@ def stall(address: str, settings: Sequence[str], stop: threading.Event) -> None:
         socket.connect(view.servers[0].address)
         values = torch.ones(ELEMENTS).numpy().tobytes()
         frames = [memoryview(b""), memoryview(values)]
+
+        def message(step: int) -> list[bytes | memoryview]:
+            size = (ELEMENTS,), ELEMENTS, 1, ELEMENTS
+            push = Push(1, 1, "vector", step, 0, 1, "dense", "float32", *size, "none", True)
+            return [encode(JOB, push, frames), *frames]
+
         step = 0
         while not stop.is_set():
             if link.is_beat_due(now := time.monotonic()):
                 link.beat(now, view.epoch, {})
-            push = Push(
-                1,
-                1,
-                "vector",
-                step,
-                0,
-                1,
-                "dense",
-                "float32",
-                (ELEMENTS,),
-                ELEMENTS,
-                1,
-                ELEMENTS,
-                "none",
-                True,
-            )
-            with contextlib.suppress(zmq.Again):
-                socket.send_multipart([encode(JOB, push, frames), *frames])
-                step += 1
-            # Slower than the other rank, which waits for these pushes: ahead of it, they would be refused.
+            # Ahead of the other rank, it would seem to have given up what that one pushes.
+            if begun.exists() and begun.stat().st_size > step:
+                with contextlib.suppress(zmq.Again):
+                    socket.send_multipart(message(step))
+                    step += 1
             time.sleep(0.01)
         socket.close(linger=0)
+        again = open_dealer(ctx, identity_at(0, link.identity), MIB)
+        connect(again, view.servers[0].address)
+        again.send_multipart(message(step - 1))
+        if again.poll(1000 * DEADLINE_SECONDS):
+            told.append(Decoder(JOB, FromServer).decode(receive_frames(again)[0]))
+        again.close(linger=0)
         link.leave()
 
 
-def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> None:
+def test_a_worker_that_never_reads_is_dropped_and_named_and_told_so() -> None:
     settings = {
         "cluster.server_budget_bytes": 32 * MIB,
         "cluster.max_message_bytes": 512 * KIB,
         "sync.chunk_bytes": 512 * KIB,
     }
     with Cluster(2, 1, settings=settings) as cluster:
-        first = cluster.start(push_until_told, cluster._path, rank=0)
-        stop = threading.Event()
+        begun = cluster._path / "begun"
+        first = cluster.start(push_until_told, begun, rank=0)
+        stop, told = threading.Event(), list[FromServer]()
         sets = [f"{name}={value}" for name, value in cluster._settings.items()]
-        thread = threading.Thread(target=stall, args=(cluster.address, sets, stop))
+        thread = threading.Thread(target=stall, args=(cluster.address, sets, begun, stop, told))
         thread.start()
         try:
             cluster.await_state("running")
@@ -318,7 +327,12 @@ def test_a_worker_that_never_reads_is_dropped_and_named_and_slows_nobody() -> No
     assert "worker 1 (host" in raised.text
     assert "it has not taken" in raised.text
     assert rounds > 150  # what fits into the budget, at least
-    assert slowest < 5
+    assert slowest < STALLED_SECONDS + 10
+    (failure,) = told
+    assert isinstance(failure, Failure)
+    assert failure.kind == "lost"
+    assert "worker 1 (host" in failure.reason
+    assert "it has not taken" in failure.reason
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────

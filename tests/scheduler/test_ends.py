@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import resource
 import socket as net
 import time
 from collections.abc import Callable, Iterator
@@ -96,6 +99,53 @@ def test_a_scheduler_without_a_free_descriptor_probes_again(
     monkeypatch.setattr("zenps.scheduler.ends.net.socket", socket)
     assert scheduler.look(20.0) == [PEER]
     assert not failures
+
+
+FULL_TO = 1500
+"""More descriptors than select() takes."""
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    soft, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard <= FULL_TO:
+        pytest.skip(f"a process may have {hard} descriptors here")
+    if soft != resource.RLIM_INFINITY and soft <= FULL_TO:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FULL_TO + 100, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_a_scheduler_with_thousands_of_connections_probes(
+    ctx: zmq.Context[Socket], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = net.socket
+
+    def socket(*arguments: int) -> net.socket:
+        with make(*arguments) as low:
+            high = make(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD, FULL_TO))
+        high.setblocking(False)
+        return high
+
+    connected(ctx, scheduler).close(linger=0)
+    scheduler.data.listen(0)  # its queue is full with one, and then no attempt is answered
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            waiting = stack.enter_context(make(net.AF_INET, net.SOCK_STREAM))
+            waiting.setblocking(False)
+            waiting.connect_ex(scheduler.data.getsockname())
+        monkeypatch.setattr("zenps.scheduler.ends.net.socket", socket)
+        probes = scheduler.ends._suspects.values
+
+        def is_probed(_: list[bytes]) -> bool:
+            return any(suspect.probe is not None for suspect in probes())
+
+        assert scheduler.look(20.0, is_probed) == []
+        assert all(probe.fileno() >= FULL_TO for suspect in probes() if (probe := suspect.probe))
+        assert scheduler.look(0.05) == []
+        scheduler.data.close()
+        assert scheduler.look(20.0) == [PEER]
 
 
 def test_a_server_whose_port_accepts_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:

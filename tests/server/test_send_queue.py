@@ -7,65 +7,115 @@ import pytest
 import zmq
 
 from tests.dealer import connect_dealer
-from zenps.server.send_queue import SendQueue, StalledError
-from zenps.wire.sockets import MAX_QUEUED_MESSAGES, Socket, bind_router, context
+from zenps.server.send_queue import STALLED_SECONDS, SendQueue, StalledError
+from zenps.wire.connections import LOOK_SECONDS
+from zenps.wire.sockets import MAX_QUEUED_MESSAGES, Socket, bind_router, connect, context, open_dealer
 
 BIG = memoryview(bytes(1 << 20))
 MAX_BYTES = 4 << 20
+LOOKS = round(STALLED_SECONDS / LOOK_SECONDS)
+"""So many may find that a peer has taken nothing."""
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[SendQueue, Socket]]:
-    """A send queue, and a peer of identity ``peer`` that is connected to it."""
+def router() -> Iterator[tuple[zmq.Context[Socket], Socket, str]]:
     with context() as ctx:
-        router, address = bind_router(ctx, "127.0.0.1", 0, 1 << 24)
-        dealer = connect_dealer(ctx, address, b"peer", 1 << 24)
-        dealer.setsockopt(zmq.RCVTIMEO, 10_000)
-        dealer.send(b"hello")
-        router.recv_multipart()
-        yield SendQueue(router, MAX_BYTES), dealer
-        dealer.close(linger=0)
-        router.close(linger=0)
+        socket, address = bind_router(ctx, "127.0.0.1", 0, 1 << 24)
+        yield ctx, socket, address
+        socket.close(linger=0)
 
 
-def send_many(send_queue: SendQueue, envelope: bytes, frames: list[memoryview]) -> None:
+@pytest.fixture
+def pair(router: tuple[zmq.Context[Socket], Socket, str]) -> Iterator[tuple[SendQueue, Socket]]:
+    """A send queue, and a peer of identity ``peer`` that is connected to it."""
+    ctx, socket, address = router
+    dealer = connect_dealer(ctx, address, b"peer", 1 << 24)
+    yield greeted(socket, dealer), dealer
+    dealer.close(linger=0)
+
+
+@pytest.fixture
+def slow_pair(router: tuple[zmq.Context[Socket], Socket, str]) -> Iterator[tuple[SendQueue, Socket]]:
+    """The same with a peer whose libzmq takes hardly more than its caller does."""
+    ctx, socket, address = router
+    dealer = open_dealer(ctx, b"peer", 1 << 24)
+    dealer.setsockopt(zmq.RCVHWM, 1)
+    dealer.setsockopt(zmq.RCVBUF, 8192)
+    connect(dealer, address)
+    yield greeted(socket, dealer), dealer
+    dealer.close(linger=0)
+
+
+def greeted(router: Socket, dealer: Socket) -> SendQueue:
+    dealer.setsockopt(zmq.RCVTIMEO, 10_000)
+    dealer.send(b"hello")
+    router.recv_multipart()
+    return SendQueue(router, MAX_BYTES)
+
+
+def send_many(send_queue: SendQueue, envelope: bytes) -> None:
     for _ in range(20 * MAX_QUEUED_MESSAGES):
-        send_queue.send(b"peer", envelope, frames)
+        send_queue.send(b"peer", envelope, [])
 
 
-def send_once_taken(send_queue: SendQueue, envelope: bytes, frames: list[memoryview]) -> None:
-    """pyzmq learns on a thread of its own that a frame was taken: on a busy machine, some frames later."""
-    until = time.monotonic() + 30
-    while True:
-        try:
-            return send_queue.send(b"peer", envelope, frames)
-        except StalledError:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+def fill(send_queue: SendQueue) -> None:
+    """Sends more than may wait, and waits until the connection takes nothing more."""
+    size, until = -1, time.monotonic() + 30
+    while not send_queue.is_any_full() or size != send_queue._queues[b"peer"].size_bytes:
+        assert time.monotonic() < until
+        while not send_queue.is_any_full():
+            send_queue.send(b"peer", b"envelope", [BIG])
+        size = send_queue._queues[b"peer"].size_bytes
+        time.sleep(0.3)
 
 
 def test_a_peer_that_reads_gets_everything(pair: tuple[SendQueue, Socket]) -> None:
     send_queue, dealer = pair
     for number in range(100):
-        send_once_taken(send_queue, b"%d" % number, [BIG, memoryview(b"end")])
+        send_queue.send(b"peer", b"%d" % number, [BIG, memoryview(b"end")])
         envelope, big, end = dealer.recv_multipart()
         assert (envelope, len(big), end) == (b"%d" % number, len(BIG), b"end")
+    assert send_queue.look() == {}
 
 
-def test_a_peer_that_never_reads_is_stalled_once_the_bytes_are_too_many(
-    pair: tuple[SendQueue, Socket],
+def test_a_peer_that_takes_nothing_is_stalled_after_a_while(slow_pair: tuple[SendQueue, Socket]) -> None:
+    send_queue, _ = slow_pair
+    fill(send_queue)
+    assert [send_queue.look() for _ in range(LOOKS)] == [{}] * LOOKS
+    reason = send_queue.look()[b"peer"]
+    assert reason.startswith("it has not taken ")
+    assert reason.endswith(f"of which at most {MAX_BYTES} may wait, and none of them for 10 s")
+    send_queue.forget(b"peer")
+    assert not send_queue.is_any_full()
+    assert send_queue.look() == {}
+
+
+def test_a_peer_that_reads_slowly_is_full_but_never_stalled(slow_pair: tuple[SendQueue, Socket]) -> None:
+    """Each time it takes a message just before it would be stalled, until three times the limit has come."""
+    send_queue, dealer = slow_pair
+    fill(send_queue)
+    assert send_queue.look() == {}
+    for _ in range(2 * MAX_BYTES // len(BIG)):
+        send_queue.send(b"peer", b"envelope", [BIG])
+    taken, until = 0, time.monotonic() + 60
+    while send_queue.is_any_full():
+        assert time.monotonic() < until
+        assert [send_queue.look() for _ in range(LOOKS - 2)] == [{}] * (LOOKS - 2)
+        size = send_queue._queues[b"peer"].size_bytes
+        while send_queue.is_any_full() and send_queue._queues[b"peer"].size_bytes == size:
+            assert len(dealer.recv_multipart()[1]) == len(BIG)
+            taken += 1
+            time.sleep(0.01)
+    assert taken > MAX_BYTES // len(BIG)
+    assert send_queue.look() == {}
+
+
+def test_a_queue_without_room_for_another_message_stalls_at_once(
+    slow_pair: tuple[SendQueue, Socket],
 ) -> None:
-    send_queue, _ = pair
-    with pytest.raises(StalledError, match=r"it has not taken \d+ bytes"):
-        send_many(send_queue, b"envelope", [BIG])
-
-
-def test_a_peer_that_never_reads_is_stalled_once_the_messages_are_too_many(
-    pair: tuple[SendQueue, Socket],
-) -> None:
-    send_queue, _ = pair
+    send_queue, _ = slow_pair
     with pytest.raises(StalledError, match=f"it has not taken {MAX_QUEUED_MESSAGES} messages"):
-        send_many(send_queue, b"envelope" * 100, [])
+        send_many(send_queue, b"envelope" * 100)
 
 
 def test_a_peer_that_is_not_connected_is_reported(pair: tuple[SendQueue, Socket]) -> None:

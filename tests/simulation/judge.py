@@ -118,7 +118,7 @@ class Judge:
             return "was silent itself"
         if self._is_without_quorum(reason):
             return "the quorum was lost"
-        if "of both" in reason or "servers have changed" in reason:
+        if "were lost within one round" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
         if "had to be forgotten" in reason:
             return "a round was lost with a worker and its outcome"

@@ -492,7 +492,7 @@ def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
 
 
 def test_another_job_that_begins_while_members_of_the_last_live_is_found() -> None:
-    script = msgspec.structs.replace(random_script(12, "continue"), budget_bytes=BUDGETS[-1])
+    script = msgspec.structs.replace(random_script(12, "continue"), budget_bytes=BUDGETS[0])
     with pytest.raises(Violation, match="but before"):
         Simulation(script, Parts(membership=BeginsAnew)).run()
     Simulation(script).run()

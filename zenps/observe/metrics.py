@@ -240,7 +240,8 @@ class ServerMetrics(_ListenerMetrics):
             "zenps_duplicate_pushes_total", "Pushes received more than once."
         )
         self.refused_pushes = self._counter(
-            "zenps_refused_pushes_total", "Pushes refused because zenps_budget_bytes was used up."
+            "zenps_refused_pushes_total",
+            "Pushes refused because zenps_budget_bytes was used up, or answers waited for a worker.",
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
         self.late = Late("Seconds that rounds on this server have waited for a worker.", registry)

@@ -173,3 +173,10 @@ def test_barriers_complete_while_servers_learn_of_a_new_ring() -> None:
     membership.on_message(server(1), Leave(), 1.0)
     assert membership.state == "confirming"
     assert {*sent(membership.on_message(worker(1), Barrier(1), 1.0), BarrierReply)} == {worker(0), worker(1)}
+
+
+def test_a_barrier_has_as_long_if_the_scheduler_was_stopped() -> None:
+    membership = running()
+    membership.on_message(worker(1), Barrier(1), 0.0)
+    assert membership.on_tick(100.0, late_seconds=99.9) == []
+    assert len(membership.on_message(worker(0), Barrier(1), 100.0)) == 2

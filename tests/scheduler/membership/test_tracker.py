@@ -12,6 +12,7 @@ from tests.scheduler.nodes import (
     SETTINGS,
     keep_alive,
     make_membership,
+    members,
     only,
     register,
     running,
@@ -43,6 +44,22 @@ def test_any_message_renews_the_lease() -> None:
         keep_alive(membership, now, EVERYBODY)
         assert membership.on_tick(now + 5) == []
     assert membership.state == "running"
+
+
+def test_nobody_is_lost_because_the_scheduler_was_stopped() -> None:
+    membership = running()
+    assert membership.on_tick(15.0, late_seconds=14.9) == []
+    keep_alive(membership, 15.0, [worker(0)])
+    assert membership.on_tick(15.0 + LEASE_SECONDS - 0.2) == []
+    membership.on_tick(15.0 + LEASE_SECONDS)
+    assert members(membership) == [worker(0)]
+
+
+def test_a_node_that_was_heard_while_the_scheduler_was_late_has_one_lease() -> None:
+    membership = running()
+    keep_alive(membership, 15.0, EVERYBODY)
+    membership.on_tick(15.0, late_seconds=14.9)
+    assert {node.silent_seconds for node in membership.status(15.0).nodes} == {0.0}
 
 
 @pytest.mark.parametrize("message", [Heartbeat(1, {"rounds": 9.0}), Barrier(1), Leave(), register("worker")])

@@ -163,7 +163,7 @@ def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(is_in_it:
     follow(rounds, (0, 1))
     actions = push(rounds, 0)
     if is_in_it:
-        reason = "rank 2 was lost, and the result that contains its push had to be forgotten"
+        reason = "rank 2 was lost, and the result with its push had to be forgotten"
         assert failed(actions) == ([peer_of(0)], f"tensor 't', step 0: {reason}")
     else:
         assert actions == []

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec import structs
 
 from zenps.errors import ProtocolError
-from zenps.server.reducers.base import Answer, Outcome
+from zenps.server.reducers.base import Answer, FailedRound, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
@@ -193,16 +194,13 @@ class Cluster(RuleBasedStateMachine):
         key, rank = Key(held.push.tensor, held.push.step, held.push.chunk), held.push.rank
         last = self.rounds._history.last(key)
         actions = self.rounds.on_push(held, self.now)
-        if last is None or last.key.step < key.step:
-            self.newest[rank, key.tensor] = max(key.step, self.newest.get((rank, key.tensor), -1))
-        if last is not None and last.key.step >= key.step:
-            # Failed without this rank. One that is a step behind ends by its own deadline.
+        if last is not None and last.key.step == key.step:  # failed without this rank
             assert last.outcome is not None
             answer = last.outcome.reply(rank)
-            repeated = [Reply([held.peer], answer.message, answer.frames)]
-            assert actions == (repeated if last.key.step == key.step else [])
+            assert actions == [Reply([held.peer], answer.message, answer.frames)]
             self.end(rank, key)
             return
+        self.newest[rank, key.tensor] = max(key.step, self.newest.get((rank, key.tensor), -1))
         self.states[rank, key] = "waiting"
         if Reply([held.peer], Busy(1, *key)) in actions:
             self.states[rank, key] = "busy"
@@ -434,6 +432,16 @@ def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
     assert rounds.on_push(make_held(1, KEY), 40.0) == [Reply([peer_of(1)], failed.message)]
 
 
+def test_a_round_whose_sum_cannot_be_sent_fails_once() -> None:
+    rounds = make_rounds(2)
+    (reduce,) = push_all(rounds, KEY, [0, 1])
+    assert isinstance(reduce, Reduce)
+    failure = Failure(1, *KEY, "size", "too large")
+    ended = rounds.finish(KEY, FailedRound(failure), 0.0)
+    assert ended == [Reply([peer_of(0), peer_of(1)], failure, ends=True)]
+    assert rounds.on_push(make_held(1, KEY), 1.0) == [Reply([peer_of(1)], failure)]
+
+
 def test_a_deadline_names_the_missing_ranks() -> None:
     rounds = make_rounds(4)
     push_all(rounds, KEY, [2, 0])
@@ -659,7 +667,7 @@ def test_a_rank_that_gives_a_round_up_ends_it_for_all_at_once() -> None:
     rounds.on_push(make_held(0, KEY), 0.0)
     assert rounds.on_give_up(1, GiveUp(7, *KEY[:2]), 0.0) == [], "of another ring"
     reason = f"tensor 'a', step 0: {GIVEN_UP}"
-    failure = Reply([peer_of(0)], Failure(1, *KEY, "mismatch", reason))
+    failure = Reply([peer_of(0)], Failure(1, *KEY, "mismatch", reason), ends=True)
     assert rounds.on_give_up(1, GiveUp(1, *KEY[:2]), 0.0) == [failure]
     later = KEY._replace(step=1)
     assert isinstance(push_all(rounds, later, [0, 1])[-1], Reduce)
@@ -672,7 +680,8 @@ def test_a_rank_that_lacks_the_chunk_of_a_recovery_round_ends_it() -> None:
     assert rounds.on_give_up(1, GiveUp(1, *KEY[:2]), 0.0) == []
     assert rounds.on_give_up(1, GiveUp(1, *KEY[:2], lacks=KEY.chunk + 1), 0.0) == []
     failure = Failure(1, *KEY, "mismatch", f"tensor 'a', step 0: {GIVEN_UP}")
-    assert rounds.on_give_up(1, GiveUp(1, *KEY[:2], lacks=KEY.chunk), 0.0) == [Reply([peer_of(0)], failure)]
+    (reply,) = rounds.on_give_up(1, GiveUp(1, *KEY[:2], lacks=KEY.chunk), 0.0)
+    assert reply == Reply([peer_of(0)], failure, ends=True)
 
 
 def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
@@ -682,6 +691,30 @@ def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
     assert (rounds.open_rounds, rounds._admission.open_bytes) == (0, 0)
     assert rounds.on_push(make_held(0, KEY), 0.0) == [], "a push that comes late"
     assert rounds.open_rounds == 0
+
+
+def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
+    is_full = False
+    rounds = ServerRounds(1 << 30, math.inf, lambda: is_full)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    first, second, wanted = (Key(name, 0, 0) for name in ("first", "second", "wanted"))
+    assert rounds.on_push(make_held(0, first), 0.0) == []
+    is_full = True
+    for rank in range(2):
+        busy = [Reply([peer_of(rank)], Busy(1, *second))]
+        assert rounds.on_push(make_held(rank, second), 0.0) == busy
+    # What is open ends, and others wait for a recovery round.
+    assert isinstance(rounds.on_push(make_held(1, first), 0.0)[0], Reduce)
+    assert len(rounds.finish(first, FixedOutcome(first), 0.0)) == 1
+    assert rounds.on_push(make_held(0, wanted, again=True), 0.0) == []
+    assert isinstance(rounds.on_push(make_held(1, wanted, again=True), 0.0)[0], Reduce)
+    rounds.finish(wanted, FixedOutcome(wanted), 0.0)
+    assert rounds.on_tick(1.0) == []
+    assert rounds.open_rounds == 0
+    is_full = False
+    assert rounds.on_tick(2.0) == [Reply([peer_of(0), peer_of(1)], Resume(1, *second))]
+    assert rounds.on_push(make_held(0, second), 2.0) == []
+    assert isinstance(rounds.on_push(make_held(1, second), 2.0)[0], Reduce)
 
 
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
@@ -745,11 +778,13 @@ def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     rounds.on_push(make_held(0, without), 0.0)
     push_all(rounds, with_it, [0, 2])
     (reply,) = rounds.on_departed(2, "worker 2 left", 1.0)
-    assert reply == Reply([peer_of(0)], Failure(1, *without, "lost", "tensor 'a', step 0: worker 2 left"))
+    failure = Failure(1, *without, "lost", "tensor 'a', step 0: worker 2 left")
+    assert reply == Reply([peer_of(0)], failure, ends=True)
     assert isinstance(rounds.on_push(make_held(1, with_it), 1.0)[0], Reduce)
     later = Key("c", 0, 0)
     (reply,) = rounds.on_push(make_held(1, later), 2.0)
-    assert reply == Reply([peer_of(1)], Failure(1, *later, "lost", "tensor 'c', step 0: worker 2 left"))
+    failure = Failure(1, *later, "lost", "tensor 'c', step 0: worker 2 left")
+    assert reply == Reply([peer_of(1)], failure, ends=True)
     assert rounds.on_departed(9, "nobody", 3.0) == []
 
 
@@ -802,14 +837,14 @@ def test_a_round_that_a_rank_has_given_up_fails_and_makes_room() -> None:
     assert rounds.on_push(make_held(0, other, BUSY_SIZE), 1.0) == [Reply([peer_of(0)], Busy(1, *other))]
     failure, resume = rounds.on_tick(1.5)
     reason = f"tensor 'a', step 0: {GIVEN_UP}"
-    assert failure == Reply([peer_of(0)], Failure(1, *left, "mismatch", reason))
+    assert failure == Reply([peer_of(0)], Failure(1, *left, "mismatch", reason), ends=True)
     assert resume == Reply([peer_of(0)], Resume(1, *other))
     complete(rounds, KEY._replace(step=1), [0, 1])
     late = dict(rounds.late.seconds)
     rounds.on_tick(2e3)
     assert rounds.late.seconds == late, "nobody is waited for in what was given up"
     # The answer was lost, or comes before the push does.
-    assert rounds.on_push(make_held(0, left), 2e3) == [failure]
+    assert rounds.on_push(make_held(0, left), 2e3) == [structs.replace(failure, ends=False)]
 
 
 def test_a_push_after_others_have_passed_the_step_fails() -> None:
@@ -840,6 +875,54 @@ def test_a_recovery_round_stays_open_until_all_its_ranks_have_passed_it() -> Non
         rounds.on_push(make_held(rank, KEY._replace(step=1, chunk=1)), 0.0)
         assert rounds.on_tick(1.0) in ([], [Reply([peer_of(1), peer_of(2)], Wanted(1, *KEY))])
         assert (KEY in rounds._open) == left
+
+
+def fail_next_step(rounds: ServerRounds) -> None:
+    """Of three ranks, rank 0 pushes step 1 of ``a``, and rank 2 gives it up. Both have ended step 0."""
+    assert rounds.on_push(make_held(0, KEY._replace(step=1)), 0.0) == []
+    (failed,) = rounds.on_give_up(2, GiveUp(1, "a", 1), 0.0)
+    assert isinstance(failed, Reply)
+    assert isinstance(failed.message, Failure)
+
+
+def test_a_recovery_round_is_completed_although_the_next_step_has_failed() -> None:
+    rounds = make_rounds(3)
+    assert rounds.on_push(make_held(1, KEY, again=True), 0.0) == []
+    assert rounds.on_tick(0.0) == [Reply([peer_of(0), peer_of(2)], Wanted(1, *KEY))]
+    fail_next_step(rounds)
+    assert rounds.on_push(make_held(0, KEY, again=True), 1.0) == []
+    (reduce,) = rounds.on_push(make_held(2, KEY, again=True), 1.0)
+    assert isinstance(reduce, Reduce)
+    (reply,) = rounds.finish(KEY, FixedOutcome(KEY), 1.0)
+    assert isinstance(reply, Reply)
+    assert reply.message == result_of(KEY)
+    last = rounds._history.last(KEY)
+    assert last is not None
+    assert last.key.step == 1
+
+
+def test_a_recovery_round_opens_although_the_next_step_has_failed() -> None:
+    rounds = make_rounds(3)
+    fail_next_step(rounds)
+    assert rounds.on_push(make_held(0, KEY, again=True), 1.0) == [], "rank 0 has ended it"
+    assert rounds.open_rounds == 0
+    assert rounds.on_push(make_held(1, KEY, again=True), 1.0) == []
+    assert rounds.on_tick(1.0) == [Reply([peer_of(0), peer_of(2)], Wanted(1, *KEY))]
+    assert rounds.on_push(make_held(0, KEY, again=True), 1.0) == []
+    assert isinstance(rounds.on_push(make_held(2, KEY, again=True), 1.0)[-1], Reduce)
+
+
+def test_a_push_of_a_step_before_one_that_has_failed_fails_at_once() -> None:
+    """A rank was slow, and the others have given its step up. It need not wait for its deadline."""
+    rounds = make_rounds(3)
+    fail_next_step(rounds)
+    assert rounds.on_push(make_held(1, KEY), 1.0) == []
+    (failure,) = rounds.on_tick(1.0)
+    assert isinstance(failure, Reply)
+    assert isinstance(failure.message, Failure)
+    assert failure.message.reason.endswith(
+        "rank(s) 0, 2 ended this step without this chunk; see what failed there"
+    )
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -937,6 +1020,19 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
     assert [len(reply.peers) for reply in rounds.finish(action.key, outcome, 0.0)] == [2]
 
 
+def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
+    rounds = make_rounds(2)
+    actions = [
+        action for rank in range(2) for part in range(3) for action in push_fragment(rounds, rank, part)
+    ]
+    (action,) = actions
+    assert isinstance(action, Reduce)
+    rounds.finish(action.key, FixedOutcome(action.key), 0.0)
+    again = [action for part in range(3) for action in push_fragment(rounds, 0, part)]
+    assert again == [Reply([peer_of(0)], result_of(action.key))]
+    assert rounds.duplicates == 3
+
+
 def test_ranks_that_disagree_are_named_once_each() -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, Key("a", 0, 0), columns=5), 0.0)
@@ -985,7 +1081,8 @@ def test_a_push_larger_than_the_budget_fails_its_round() -> None:
         "expected at most 10000 of each of 2 ranks; raise cluster.server_budget_bytes" in reply.message.reason
     )
     assert not rounds.open_rounds
-    (again,) = push_fragment(rounds, 1, 1, fragments=101)
+    assert push_fragment(rounds, 1, 1, fragments=101) == []
+    (again,) = push_fragment(rounds, 1, 0, fragments=101)
     assert again.message == reply.message
 
 
