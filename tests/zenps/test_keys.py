@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
