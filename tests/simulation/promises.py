@@ -129,11 +129,14 @@ class Promises:
     def check_barrier(self, worker: Worker, sequence: int) -> None:
         """No worker passes a barrier that a member has not reached."""
         scheduler = self._simulation.scheduler
+        is_steady = self._simulation.script.scenario == "steady"
+        if not is_steady and not scheduler.has_present(worker.name):
+            return  # it was lost since, and hears of the barrier late: others may have begun another era
         absent = []
         for other in self._simulation.workers:
             if not other.is_alive or other.view is None:
                 continue
-            is_due = self._simulation.script.scenario == "steady" or scheduler.has_present(other.name)
+            is_due = is_steady or scheduler.has_present(other.name)
             if is_due and (other.era != worker.era or other.entered < sequence):
                 absent.append(other.name)
         if absent:
