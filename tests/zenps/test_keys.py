@@ -55,6 +55,7 @@ def refused(directory: Path, *arguments: str | int | None, secret: str = "worker
 # ── keygen ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_right_after_a_file_is_made_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
