@@ -249,7 +249,7 @@ def keep_and_change(path: Path) -> bool:
     zps.shutdown()
     if not leads:
         await_file(path)  # the leader, in whose memory they lie, is no more
-    # By when sums are dropped there is one more at times; if none were used again, there would be 17 of 1.6 MB.
+    # There is one more at times, by when sums are dropped; if none were used again, 17 of 1.6 MB.
     assert used_bytes[-1] - used_bytes[2] < 4 << 20, f"what was dropped is not used again: {used_bytes}"
     return all(torch.equal(values, wanted * (step + 1) * factor[step % 2]) for step, values in kept.items())
 
