@@ -23,6 +23,7 @@ from zenps.cli.supervisor import GRACE_SECONDS, MAX_SCHEDULER_DEATHS
 from zenps.keys import generate
 
 PYTHON = [sys.executable, "-S", "-c"]
+KEYS = ("--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys")
 SLEEP = [*PYTHON, "import time; time.sleep(600)"]
 
 
@@ -78,7 +79,6 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
 @pytest.mark.long
 def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=2, servers=1)
-    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
     script = (
         "import os, subprocess, sys, zenps as zps; zps.init(); zps.barrier()\n"
         "status = [sys.executable, '-m', 'zenps.cli', 'status']\n"
@@ -86,7 +86,7 @@ def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
         "if show: print(show.split()[2])\n"
         "zps.barrier(); zps.shutdown()"
     )
-    done = zenps("launch", "--workers", "2", "--servers", "1", *sets, "--", sys.executable, "-c", script)
+    done = zenps("launch", "--workers", "2", "--servers", "1", *KEYS, "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["worker 0  | running"]
     assert "refused" not in done.stderr
@@ -94,8 +94,7 @@ def test_secured_cluster_ends_by_itself(zenps: Any, tmp_path: Path) -> None:
 
 def test_secured_workers_that_never_join_are_noticed(zenps: Any, tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=1, servers=1)
-    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
-    done = zenps("launch", "--workers", "1", *sets, "--", "true")
+    done = zenps("launch", "--workers", "1", *KEYS, "--", "true")
     assert done.returncode == 0
     assert "does CMD call zenps.init()?" in done.stderr
 
@@ -285,13 +284,12 @@ def test_a_server_that_has_replaced_a_stopped_one_stays(zenps: Any, tmp_path: Pa
 def test_training_that_went_well_ends_well_without_the_operator_s_key(zenps: Any, tmp_path: Path) -> None:
     """The key was revoked meanwhile."""
     generate(tmp_path / "keys", workers=1, servers=1)
-    sets = ["--set", "security.keys=keys/keys.toml", "--set", "security.secret=keys"]
     script = (
         "import pathlib, zenps as zps; zps.init(); keys = pathlib.Path('keys/keys.toml')\n"
         "lines = [line for line in keys.read_text().splitlines() if not line.startswith('operator')]\n"
         "keys.write_text('\\n'.join(lines)); zps.shutdown()"
     )
-    done = zenps("launch", "--workers", "1", *sets, "--", sys.executable, "-c", script)
+    done = zenps("launch", "--workers", "1", *KEYS, "--", sys.executable, "-c", script)
     assert done.returncode == 0, done.stderr
     assert "launch    | the scheduler cannot be asked: " in done.stderr
 

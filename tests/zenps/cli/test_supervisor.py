@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from socket import gethostname
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,3 +185,20 @@ def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: An
     elastic._processes[1].end(7)
     elastic._turn()
     assert elastic._code is None
+
+
+def test_an_end_is_not_reported_once_another_process_has_the_rank(elastic: Any) -> None:
+    """As one that was started by hand in place of a process that had stopped."""
+    node = SimpleNamespace(role="worker", rank=1, host=gethostname(), pid=7)
+    asked: list[Any] = []
+    elastic._ask = lambda question: asked.append(question) or SimpleNamespace(state="running", nodes=[node])
+    ended = elastic._processes[1]
+    ended.is_gone = lambda pid: pid != 7
+    elastic._report_end(ended)
+    assert asked == [supervisor.fetch]
+    node.pid = 8
+    elastic._report_end(ended)
+    assert [getattr(question, "func", question) for question in asked[1:]] == [
+        supervisor.fetch,
+        supervisor.report_end,
+    ]
