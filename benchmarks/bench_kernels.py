@@ -222,11 +222,17 @@ def measure(case: Case, ways: Mapping[str, Kernels], flush: Tensor, turns: int) 
 def by_turns(
     calls: Mapping[str, Callable[[], object]], turns: int, flush: Tensor | None
 ) -> dict[str, list[float]]:
-    """The times of each call, in seconds; the first turn of each warms up."""
+    """The times of each call, in seconds; the first turn of each warms up.
+
+    Without ``flush``, a turn is two calls, of which the second is timed: it finds in the caches what the
+    first has left, as in a training.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
         for name, call in calls.items():
-            if flush is not None:
+            if flush is None:
+                call()  # so that no other way has emptied the caches
+            else:
                 flush.add_(1)
             begin = time.perf_counter()
             call()

@@ -73,10 +73,21 @@ static int has_f16c(void) {
     return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
 }
 
-const Loops *zenps_loops(void) {
+static const Loops *supported(void) {
     int has_all = __builtin_cpu_supports("avx2") && has_f16c() && __builtin_cpu_supports("popcnt") &&
                   __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
     return has_all ? &avx2_loops : &base_loops;
+}
+
+/* Chosen once: on a virtual machine, the hypervisor handles each CPUID, which takes microseconds. */
+const Loops *zenps_loops(void) {
+    static const Loops *chosen;
+    const Loops *loops = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
+    if (!loops) {
+        loops = supported();
+        __atomic_store_n(&chosen, loops, __ATOMIC_RELAXED);
+    }
+    return loops;
 }
 #else
 const Loops *zenps_loops(void) {
