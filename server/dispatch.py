@@ -156,6 +156,9 @@ class Dispatcher:
         self._shared_memory.collect()
         outcome = reducer.reduce([held.payload for held in round_.pushes])
         end_ns = now_ns()
+        # Before all that is left to do: the ranks wait for them.
+        for reply in self._rounds.replies(round_.key, outcome):
+            self._replies.send(reply)
         if self._trace.is_on:
             about, pushes = chunk_args(push), len(round_.pushes)
             rows, size = outcome.rows, outcome.size_bytes

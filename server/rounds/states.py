@@ -114,7 +114,7 @@ class RefusedPush(NamedTuple):
 
 
 class Reduce(Struct, frozen=True):
-    """An action: reduce these pushes, and give the outcome to ``ServerRounds.finish``.
+    """An action: reduce these pushes; give the outcome to ``ServerRounds.replies`` and ``finish``.
 
     They are in rank order, all fragments of one push one after the other.
     """

@@ -161,11 +161,13 @@ class ServerRounds:
                 actions += self._expire(round_, now)
         return actions
 
+    def replies(self, key: Key, outcome: Outcome) -> list[Reply]:
+        """The replies to all ranks, for a round that has been reduced and not finished yet."""
+        return replies_of(outcome, self._open[key].held.values(), ends=isinstance(outcome, FailedRound))
+
     def finish(self, key: Key, outcome: Outcome, now: float) -> Actions:
-        """A round has been reduced: replies to all ranks, and admits refused rounds."""
-        round_ = self._open[key]
-        replies = replies_of(outcome, round_.held.values(), ends=isinstance(outcome, FailedRound))
-        return [*replies, *self._close(round_, "reduced", outcome, now)]
+        """A round has been reduced and answered: ends it, and admits refused rounds."""
+        return self._close(self._open[key], "reduced", outcome, now)
 
     def on_departed(self, rank: int, reason: str, now: float) -> Actions:
         """Fails rounds that need a worker which cannot be served any more, although it is still a member."""
@@ -199,7 +201,8 @@ class ServerRounds:
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes, ranks)
         else:
-            fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
+            has_pushes = any(open_.held for open_ in self._open.values())
+            fits = self._admission.make_room(held.whole_bytes, ranks, must=not has_pushes)
         if not fits:
             given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
             if given_up:
@@ -332,10 +335,6 @@ class ServerRounds:
                     round_.forget_push(rank)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
-
-    def _has_pushes(self) -> bool:
-        """True if an open round has been pushed, so that what ends it makes room for others."""
-        return any(round_.held for round_ in self._open.values())
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────
 

@@ -125,6 +125,7 @@ class Server:
             for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
                 if isinstance(action, Reduce):
                     outcome = reducer.reduce([held.payload for held in action.pushes])
+                    rounds.replies(action.key, outcome)
                     rounds.finish(action.key, outcome, 0.0)
 
 

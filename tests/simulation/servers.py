@@ -169,7 +169,7 @@ class Server(MemberNode):
         push = round_.pushes[0].push
         result = Result(push.ring_epoch, key.tensor, key.step, key.chunk, len(values), "none")
         outcome = SimulatedOutcome(result, dict(values), self.simulation.script.message_units)
-        return self.rounds.finish(key, outcome, self.now)
+        return [*self.rounds.replies(key, outcome), *self.rounds.finish(key, outcome, self.now)]
 
 
 class LeftOver(Server):

@@ -82,7 +82,7 @@ def run_step(rounds: ServerRounds, reducer: TableReducer, step: int) -> tuple[Ne
     assert isinstance(action, Reduce)
     payloads: list[Any] = [held.payload for held in action.pushes]
     outcome = reducer.reduce(payloads)
-    return outcome, rounds.finish(action.key, outcome, 0.0)
+    return outcome, [*rounds.replies(action.key, outcome), *rounds.finish(action.key, outcome, 0.0)]
 
 
 def rows_in(action: Action) -> tuple[Sequence[bytes], list[int], list[float]]:

@@ -248,7 +248,7 @@ class Cluster(RuleBasedStateMachine):
         assert len({held.push.shape for held in action.pushes}) == 1
         assert action.waited_seconds == self.now - self.opened[action.key]
         union = memoryview(bytes(sum(held.size_bytes for held in action.pushes)))
-        return self.rounds.finish(action.key, FixedOutcome(action.key, (union,)), self.now)
+        return finish(self.rounds, action.key, FixedOutcome(action.key, (union,)), self.now)
 
     def on_resume(self, key: Key, peers: Sequence[bytes]) -> None:
         ranks = [rank for rank in self.ranks if peer_of(rank) in peers]
@@ -380,12 +380,17 @@ def push_all(rounds: ServerRounds, key: Key, ranks: Sequence[int], size_bytes: i
     return rounds.on_push(make_held(ranks[-1], key, size_bytes), 0.0)
 
 
+def finish(rounds: ServerRounds, key: Key, outcome: Outcome, now: float = 0.0) -> list[Action]:
+    """What a server sends for a round that has been reduced."""
+    return [*rounds.replies(key, outcome), *rounds.finish(key, outcome, now)]
+
+
 def complete(
     rounds: ServerRounds, key: Key, ranks: Sequence[int], frames: Sequence[memoryview] = ()
 ) -> list[Action]:
     (reduce,) = push_all(rounds, key, ranks)
     assert isinstance(reduce, Reduce)
-    return rounds.finish(key, FixedOutcome(key, frames), 0.0)
+    return finish(rounds, key, FixedOutcome(key, frames))
 
 
 def test_pushes_are_reduced_in_rank_order_and_all_get_one_answer() -> None:
@@ -394,7 +399,7 @@ def test_pushes_are_reduced_in_rank_order_and_all_get_one_answer() -> None:
     assert isinstance(reduce, Reduce)
     assert [held.push.rank for held in reduce.pushes] == [0, 1, 2]
     frames = (memoryview(b"positions"), memoryview(b"values"))
-    (reply,) = rounds.finish(KEY, FixedOutcome(KEY, frames), 1.0)
+    (reply,) = finish(rounds, KEY, FixedOutcome(KEY, frames), 1.0)
     assert isinstance(reply, Reply)
     assert sorted(reply.peers) == [peer_of(0), peer_of(1), peer_of(2)]
     assert (reply.message, reply.frames) == (result_of(KEY), frames)
@@ -419,7 +424,7 @@ def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
     rounds.on_push(make_held(0, later), 0.0)
     assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
     assert isinstance(rounds.on_push(make_held(1, later), 0.0)[0], Reduce)
-    rounds.finish(later, FixedOutcome(later, frames), 0.0)
+    finish(rounds, later, FixedOutcome(later, frames))
     assert rounds.held_bytes == kept
     assert rounds.on_push(make_held(1, KEY), 0.0) == []
 
@@ -437,7 +442,7 @@ def test_a_round_whose_sum_cannot_be_sent_fails_once() -> None:
     (reduce,) = push_all(rounds, KEY, [0, 1])
     assert isinstance(reduce, Reduce)
     failure = Failure(1, *KEY, "size", "too large")
-    ended = rounds.finish(KEY, FailedRound(failure), 0.0)
+    ended = finish(rounds, KEY, FailedRound(failure))
     assert ended == [Reply([peer_of(0), peer_of(1)], failure, ends=True)]
     assert rounds.on_push(make_held(1, KEY), 1.0) == [Reply([peer_of(1)], failure)]
 
@@ -558,7 +563,7 @@ def test_backpressure_admits_the_first_refused_round_first() -> None:
         if key == keys[2]:
             assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == []
         assert isinstance(rounds.on_push(make_held(1, key, BUSY_SIZE), 0.0)[0], Reduce)
-        answer, *resumed = rounds.finish(key, FixedOutcome(key, (memoryview(bytes(2 * BUSY_SIZE)),)), 0.0)
+        answer, *resumed = finish(rounds, key, FixedOutcome(key, (memoryview(bytes(2 * BUSY_SIZE)),)))
         assert isinstance(answer, Reply)
         assert isinstance(answer.message, Result)
         peers = [peer_of(0), peer_of(1)] if following == keys[2] else [peer_of(0)]
@@ -571,7 +576,7 @@ def test_room_is_kept_for_a_round_that_was_admitted() -> None:
     for rank in range(2):
         rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
     assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
-    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    _, resume = finish(rounds, first, FixedOutcome(first))
     assert resume == Reply([peer_of(0)], Resume(1, *second))
     assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == []
     assert rounds.on_push(make_held(0, third, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *third))]
@@ -594,7 +599,7 @@ def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_ra
     # When it has ended, the next.
     (reduce,) = rounds.on_push(make_held(1, keys[fitting], BUSY_SIZE, again=True), 0.0)
     assert isinstance(reduce, Reduce)
-    _, resume = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    _, resume = finish(rounds, reduce.key, FixedOutcome(reduce.key))
     assert resume == Reply([peer_of(0)], Resume(1, *refused))
 
 
@@ -614,7 +619,7 @@ def test_a_recovery_round_does_not_wait_behind_others_for_room() -> None:
     busy = [Reply([peer_of(0)], Busy(1, *last))]
     assert rounds.on_push(make_held(0, last, BUSY_SIZE, again=True), 0.0) == busy
     rounds.on_push(make_held(1, KEY, BUSY_SIZE, again=True), 0.0)
-    _, resume = rounds.finish(KEY, FixedOutcome(KEY), 0.0)
+    _, resume = finish(rounds, KEY, FixedOutcome(KEY))
     assert resume == Reply([peer_of(0)], Resume(1, *last))
 
 
@@ -624,7 +629,7 @@ def offer_a_round(rounds: ServerRounds, key: Key) -> None:
     for rank in range(2):
         rounds.on_push(make_held(rank, first, BUSY_SIZE), 0.0)
     assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
-    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    _, resume = finish(rounds, first, FixedOutcome(first))
     assert resume == Reply([peer_of(0)], Resume(1, *key))
 
 
@@ -656,7 +661,7 @@ def test_a_round_that_is_given_up_is_offered_to_nobody() -> None:
     for key in (KEY, Key("b", 0, 0)):
         assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
     assert rounds.on_give_up(0, GiveUp(1, *KEY[:2]), 0.0) == []
-    _, resume = rounds.finish(first, FixedOutcome(first), 0.0)
+    _, resume = finish(rounds, first, FixedOutcome(first))
     assert resume == Reply([peer_of(0)], Resume(1, "b", 0, 0))
     assert rounds.on_give_up(0, GiveUp(1, "b", 0), 0.0) == []
     assert rounds.open_rounds == 1, "rank 1 may still push it"
@@ -705,10 +710,10 @@ def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
         assert rounds.on_push(make_held(rank, second), 0.0) == busy
     # What is open ends, and others wait for a recovery round.
     assert isinstance(rounds.on_push(make_held(1, first), 0.0)[0], Reduce)
-    assert len(rounds.finish(first, FixedOutcome(first), 0.0)) == 1
+    assert len(finish(rounds, first, FixedOutcome(first))) == 1
     assert rounds.on_push(make_held(0, wanted, again=True), 0.0) == []
     assert isinstance(rounds.on_push(make_held(1, wanted, again=True), 0.0)[0], Reduce)
-    rounds.finish(wanted, FixedOutcome(wanted), 0.0)
+    finish(rounds, wanted, FixedOutcome(wanted))
     assert rounds.on_tick(1.0) == []
     assert rounds.open_rounds == 0
     is_full = False
@@ -768,7 +773,7 @@ def test_a_round_that_all_push_opens_beyond_the_budget_if_every_open_one_waits()
         (reduce,) = rounds.on_push(make_held(1, key, 8000), 1.0)
         assert isinstance(reduce, Reduce)
         assert rounds.on_tick(1.5) == []
-        resumed = rounds.finish(key, FixedOutcome(key), 1.5)[1:]
+        resumed = finish(rounds, key, FixedOutcome(key), 1.5)[1:]
     assert resumed == []  # only one rank has pushed the other
 
 
@@ -802,7 +807,7 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert rounds.on_push(make_held(1, Key("one more", 0, 0)), 0.0) != []
     (reduce,) = rounds.on_push(make_held(1, Key("open", 0, 0)), 0.0)
     assert isinstance(reduce, Reduce)
-    rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    finish(rounds, reduce.key, FixedOutcome(reduce.key))
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) == []
 
 
@@ -862,7 +867,7 @@ def test_no_room_is_kept_for_a_refused_rank_that_has_passed_the_step() -> None:
     assert rounds.on_push(make_held(0, KEY, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *KEY))]
     complete(rounds, later, [0, 1])
     rounds.on_push(make_held(1, other, BUSY_SIZE), 0.0)
-    (replies,) = rounds.finish(other, FixedOutcome(other), 0.0)
+    (replies,) = finish(rounds, other, FixedOutcome(other))
     assert isinstance(replies, Reply)
     assert replies.peers == [peer_of(0), peer_of(1)]
     assert rounds.open_rounds == 0
@@ -893,7 +898,7 @@ def test_a_recovery_round_is_completed_although_the_next_step_has_failed() -> No
     assert rounds.on_push(make_held(0, KEY, again=True), 1.0) == []
     (reduce,) = rounds.on_push(make_held(2, KEY, again=True), 1.0)
     assert isinstance(reduce, Reduce)
-    (reply,) = rounds.finish(KEY, FixedOutcome(KEY), 1.0)
+    (reply,) = finish(rounds, KEY, FixedOutcome(KEY), 1.0)
     assert isinstance(reply, Reply)
     assert reply.message == result_of(KEY)
     last = rounds._history.last(KEY)
@@ -978,7 +983,7 @@ def test_a_push_may_stand_for_others() -> None:
     (action,) = rounds.on_push(last, 0.0)
     assert isinstance(action, Reduce)
     assert action.pushes == [first, last]
-    assert rounds.finish(key, FixedOutcome(key), 0.0) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
+    assert finish(rounds, key, FixedOutcome(key)) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
 
 
 def test_a_rank_that_no_push_stands_for_is_missing() -> None:
@@ -1017,7 +1022,7 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
         (1, 2),
     ]
     outcome = FixedOutcome(action.key)
-    assert [len(reply.peers) for reply in rounds.finish(action.key, outcome, 0.0)] == [2]
+    assert [len(reply.peers) for reply in finish(rounds, action.key, outcome)] == [2]
 
 
 def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
@@ -1027,7 +1032,7 @@ def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
     ]
     (action,) = actions
     assert isinstance(action, Reduce)
-    rounds.finish(action.key, FixedOutcome(action.key), 0.0)
+    finish(rounds, action.key, FixedOutcome(action.key))
     again = [action for part in range(3) for action in push_fragment(rounds, 0, part)]
     assert again == [Reply([peer_of(0)], result_of(action.key))]
     assert rounds.duplicates == 3
@@ -1101,5 +1106,5 @@ def test_a_refused_push_in_fragments_is_asked_for_once() -> None:
         )
         assert isinstance(busy.message, Busy)
     (reduce,) = rounds.on_push(make_held(1, Key("b", 0, 0), size_bytes=1000), 0.0)
-    actions = rounds.finish(reduce.key, FixedOutcome(reduce.key), 0.0)
+    actions = finish(rounds, reduce.key, FixedOutcome(reduce.key))
     assert [(reply.peers, type(reply.message)) for reply in actions[1:]] == [([peer_of(1)], Resume)]
