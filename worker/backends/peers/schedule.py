@@ -52,7 +52,9 @@ def _lines(size: int, group: int, stride: int) -> Schedule:
 
 
 def _random_cycle(size: int, group: int, source: random.Random) -> list[Schedule]:
-    count = -((group - 2 * size) // (2 * group))  # size / group, rounded so that no group has one rank
+    nearest = (2 * size + group) // (2 * group)
+    # Two at least, for with one group a step waits for all; but no rank is alone, so three are one group.
+    count = min(max(nearest, 2), size // 2)
     bounds = [size * number // count for number in range(count + 1)]
     while True:
         cycle = []

@@ -34,6 +34,7 @@ def test_each_rank_is_in_one_group_and_none_is_alone(size: int, group: int, seed
         assert max(sizes) - min(sizes) <= 1
         assert size == 1 or min(sizes) >= 2
         assert max(sizes) <= 1.5 * group
+        assert len(sizes) > 1 or size <= max(group, 3)
         assert all(list(members) == sorted(members) for members in schedule)
         assert all(rank in members_of(schedule, rank) for rank in range(size))
 
@@ -77,3 +78,10 @@ def test_other_sizes_have_a_random_cycle_by_the_seed() -> None:
     assert len(cycle) == SCHEDULES
     assert {tuple(map(len, schedule)) for schedule in cycle} == {(2, 2, 2)}
     assert cycle != make_cycle(6, 2, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "group", "sizes"), [(6, 4, [3, 3]), (9, 6, [4, 5]), (5, 4, [2, 3]), (4, 3, [2, 2]), (3, 2, [3])]
+)
+def test_a_little_more_than_one_group_is_two(size: int, group: int, sizes: list[int]) -> None:
+    assert [sorted(map(len, schedule)) for schedule in make_cycle(size, group, 0)] == [sizes] * SCHEDULES

@@ -1,0 +1,77 @@
+"""Figures on pages that are written by hand, beside the files that they were measured in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulation.plants import PLANTS
+
+ROOT = Path(__file__).parents[2]
+MIB = 1 << 20
+
+
+def page(name: str) -> str:
+    return " ".join((ROOT / "docs" / name).read_text("utf-8").split())
+
+
+def results(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / name).read_text("utf-8"))
+    return found
+
+
+def spaced(number: int) -> str:
+    return f"{number:,}".replace(",", " ")
+
+
+def test_fuzzing_s_figures_are_those_that_were_measured() -> None:
+    run, text = results("fuzz.json"), page("reliability.md")
+    grown = run["resident_after_bytes"] - run["resident_before_bytes"]
+    assert f"{spaced(run['inputs'])} in {run['seconds']:.0f} s" in text
+    assert f"{run['hangs']}; the slowest took {1000 * run['slowest_seconds']:.0f} ms" in text
+    assert f"{grown / MIB:.1f} MiB on {run['resident_before_bytes'] / MIB:.0f} MiB" in text
+
+
+def test_all_planted_mistakes_are_counted() -> None:
+    assert f"{sum(map(len, PLANTS.values()))} mistakes are planted" in page("reliability.md")
+
+
+@pytest.mark.parametrize("name", ["loopback-700001x48.json", "loopback-500000x32.json", "kernels.json"])
+def test_the_machine_is_the_one_that_was_measured(name: str) -> None:
+    machine, text = results(name)["machine"], page("performance.md")
+    assert machine["cores"] == 2
+    assert f"One virtual machine with two cores ({machine['cpu']}, no GPU)" in text
+
+
+def test_what_sorting_takes_on_a_gpu_is_what_was_measured() -> None:
+    over = re.search(r"`sort` takes ([\d.]+) to ([\d.]+) × the floor", page("performance.md"))
+    assert over is not None
+    measured = [
+        found["over_floor"]
+        for found in results("compaction-h200.json")["results"]
+        if found["way"] == "sort_compact"
+        and (found["case"]["ids"], found["case"]["dtype"]) == (10**6, "float32")
+        and found["case"]["dim"] >= 64
+    ]
+    assert [f"{bound:.1f}" for bound in (min(measured), max(measured))] == list(over.groups())
+
+
+def test_threads_have_the_names_that_the_architecture_gives() -> None:
+    table = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text("utf-8")
+        .partition("## Threads")[2]
+        .partition("\n## ")[0]
+    )
+    shown = set(re.findall(r"`(zenps-[a-z-]+)`", table))
+    sources = [
+        path.read_text("utf-8")
+        for folder in ("worker", "server", "scheduler", "zenps")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    named = set(re.findall(r"(?:name|thread_name_prefix)=\"(zenps-[a-z-]+)\"", "\n".join(sources)))
+    assert shown == named | {"zenps-host", "zenps-host-link"}, "those two are put together where they start"
