@@ -132,8 +132,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     scheme: Annotated[
         str,
         Meta(
-            description="[how gradients are exchanged](schemes.md); all schemes but zenps and auto have their "
-            "own partition and codec; auto: the one that is [predicted to be fastest](schemes.md#auto)"
+            description="[how gradients are exchanged](schemes.md); all schemes but zenps and auto have "
+            "their own partition and codec; auto: the one that is [predicted to be fastest](schemes.md#auto)"
         ),
     ] = "zenps"
     partition: Annotated[
