@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -253,3 +254,41 @@ def test_nothing_stays_open_after_shutdown(settings: dict[str, object]) -> None:
         workers = [clusters[0].start(open_files, addresses, rank=rank, init=False) for rank in range(2)]
         for worker in workers:
             assert worker.result() == [[], []]
+
+
+def threads_after_shutdown(lingering: str) -> list[str]:
+    """The threads of ZenPS that live when it returns, where one takes a while to end."""
+    run = threading.Thread.run
+
+    def run_and_linger(thread: threading.Thread) -> None:
+        run(thread)
+        if thread.name == lingering:
+            time.sleep(0.5)
+
+    threading.Thread.run = run_and_linger  # type: ignore[method-assign]
+    zps.init()
+    zps.push_pull(torch.ones(100_000), "dense")
+    assert lingering in [thread.name for thread in threading.enumerate()]
+    zps.shutdown()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zenps")]
+
+
+@pytest.mark.parametrize(
+    ("lingering", "settings"),
+    [
+        ("zenps-lease", {}),
+        ("zenps-events", {}),
+        ("zenps-pusher", {"sync.scheme": "byteps"}),
+        ("zenps-peers", {"sync.scheme": "allreduce"}),
+        ("zenps-averager", {"sync.consistency": "ds-sync"}),
+        ("zenps-host", {"sync.levels": 2}),
+        ("zenps-host-link", {"sync.levels": 2}),
+    ],
+)
+def test_no_thread_outlives_shutdown(lingering: str, settings: dict[str, object]) -> None:
+    """One that frees the last tensor while the interpreter ends would abort the process."""
+    with Cluster(2, 1, settings) as cluster:
+        workers = [
+            cluster.start(threads_after_shutdown, lingering, rank=rank, init=False) for rank in range(2)
+        ]
+        assert [worker.result() for worker in workers] == [[], []]

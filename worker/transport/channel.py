@@ -55,12 +55,8 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 # How long look() polls: enough to receive what has arrived, too short to be noticed.
 LOOK_SECONDS = 0.001
 
-# How long close() waits for another thread to release the lock.
+# How long close() waits for another thread to release the lock, and for its own one to end.
 CLOSE_SECONDS = 1.0
-
-# Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
-# push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
-AHEAD_MESSAGES = 2
 
 
 class Channel(Waiter):
@@ -98,13 +94,14 @@ class Channel(Waiter):
         self._lock: CombiningLock[commands.Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
-        self._servers = ServerSockets(membership, self._poller, AHEAD_MESSAGES if wire.prioritized else 0)
+        self._servers = ServerSockets(membership, self._poller, wire.prioritized)
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
         self._closed = False
         self._follow(view)  # nobody else has this channel yet, and what fails here fails init()
+        self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
         if wire.prioritized:
-            threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True).start()
+            self._pusher.start()
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
@@ -173,6 +170,9 @@ class Channel(Waiter):
         self.fail(LeftError())
         self._post(commands.Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
+        if self._pusher.ident is not None:
+            # A thread that frees the last tensor while the interpreter ends aborts the process.
+            self._pusher.join(CLOSE_SECONDS)
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)

@@ -26,6 +26,10 @@ from .connectivity import Connectivity
 from .membership import Membership
 from .shared_memory import SharedMemoryPeer
 
+# Where pushes have priorities: messages of up to sync.chunk_bytes that are queued in libzmq, where no other
+# push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
+AHEAD_MESSAGES = 2
+
 Process = tuple[str, str, int]
 """A server's address, host and process number."""
 
@@ -40,13 +44,13 @@ class ServerSockets:
     Args:
         membership: of this worker.
         poller: every open socket is registered there.
-        max_queued: messages to one server that libzmq may queue beyond TCP's buffers; 0: any number.
+        prioritized: True if pushes have priorities, so that libzmq may queue only a few beyond TCP's buffers.
 
     Attributes:
         connectivity: checks whether servers can be reached.
     """
 
-    def __init__(self, membership: Membership, poller: zmq.Poller, max_queued: int) -> None:
+    def __init__(self, membership: Membership, poller: zmq.Poller, prioritized: bool) -> None:
         cluster = membership.cluster
         self.connectivity = Connectivity(cluster)
         self._ctx, self._keys = membership.ctx, membership.keys
@@ -61,7 +65,7 @@ class ServerSockets:
             self._ctx,
             max_message_bytes=cluster.max_message_bytes,
             keys=self._keys,
-            max_queued=max_queued,
+            max_queued=AHEAD_MESSAGES if prioritized else 0,
         )
         self._poller = poller
         self._sockets: dict[int, tuple[Process, Socket]] = {}
