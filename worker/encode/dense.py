@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ from .sparse import Ranges
 # Elements of a dense tensor that go to the same server: copying 1 KiB runs of float32 is as fast as copying
 # one long run, and a bucket of 4 MiB still fills all 4096 slots.
 DENSE_GRANULE = 256
+
+CPU = torch.device("cpu")
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Returns an uninitialised contiguous tensor of a shape and dtype."""
 
 _NOTHING = memoryview(b"")
 
@@ -78,45 +84,46 @@ class WholeTransfer(OneRound):
         return self._pulled
 
 
-class DenseTransfer(OneRound):
-    """A strided tensor of any shape, flattened and split over all servers.
+class GranuleTransfer(OneRound):
+    """A strided tensor of any shape, flattened and split over all servers in granules.
 
     Args:
-        tensor: on the CPU; not read if ``contributes`` is False. It may be changed after construction.
+        shape, dtype: of the tensor.
         sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
-        pool: for the frames and the result.
-        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+        values: the encoded granules in order of position, on the CPU, of which frames are slices. None if
+            this rank's values are no part of the sum: it only pulls the result.
         coder: of the values.
+        empty: makes the memory for what is pulled and for the result, on the CPU or a device.
+        order: returns :func:`granule_order`, in such memory.
     """
 
     def __init__(
-        self, tensor: Tensor, sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        sharding: Sharding,
+        values: Tensor | None,
+        coder: ValueCoder,
+        empty: Empty,
+        order: Callable[[Layout], Tensor],
     ) -> None:
-        layout = sharding.layout
-        assert layout is not None
-        self.rows_given = tensor.numel()
-        self._pool = pool
+        assert sharding.layout is not None
+        self.rows_given = shape.numel()
         self._coder = coder
-        self._contributes = contributes
-        # Kept when the ring changes: under any ring, answers cover every position.
-        self._pulled = pool.empty((layout.size,), tensor.dtype)
-        granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
-        values = None
-        if contributes:
-            # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
-            # not depend on the ring.
-            data = coder.encode(_padded(tensor, layout, pool)[:, None])
-            values = tensor_bytes(_in_position_order(data, granule_bytes, layout, pool))
-        self._layout, self._ranges = layout, sharding.ranges()
+        self._contributes = values is not None
+        self._empty, self._order = empty, order
+        self._layout, self._ranges = sharding.layout, sharding.ranges()
         self._is_root_lost = False
+        granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
+        data = None if values is None else tensor_bytes(values)
         self.encoded = EncodedTensor(
             kind="dense",
-            shape=tensor.shape,
-            dtype=tensor.dtype,
+            shape=shape,
+            dtype=dtype,
             columns=1,
             expected_rows=0,
             sharding=sharding,
-            chunks=encode_values(self._ranges, values, granule_bytes),
+            chunks=encode_values(self._ranges, data, granule_bytes),
             values=coder.form,
             row_bytes=granule_bytes,
         )
@@ -126,6 +133,14 @@ class DenseTransfer(OneRound):
         self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
         self._is_root_lost = False
         self.encoded = encoded
+
+    @cached_property
+    def _pulled(self) -> Tensor:
+        """The sums in order of position. Kept when the ring changes: under any, answers cover all positions.
+
+        Made for the first answer, as a device may have no memory to spare for all tensors in flight.
+        """
+        return self._empty((self._layout.size,), self.encoded.dtype)
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         result = answer.result
@@ -149,9 +164,33 @@ class DenseTransfer(OneRound):
             raise RootLostError
         result = self._pulled
         if not self._layout.keeps_order:
-            result = self._pool.empty((self._layout.size,), self.encoded.dtype)
-            result.view(-1, DENSE_GRANULE)[granule_order(self._layout)] = self._pulled.view(-1, DENSE_GRANULE)
+            result = self._empty((self._layout.size,), self.encoded.dtype)
+            granules = self._pulled.view(-1, DENSE_GRANULE)
+            result.view(-1, DENSE_GRANULE)[self._order(self._layout)] = granules
         return result[: self.rows_given].view(self.encoded.shape)
+
+
+class DenseTransfer(GranuleTransfer):
+    """A strided tensor on the CPU, split over all servers.
+
+    Args:
+        tensor: of any shape; not read if ``contributes`` is False. It may be changed after construction.
+        sharding, coder: as for :class:`GranuleTransfer`.
+        pool: for the frames and the result.
+        contributes: True if this rank's values are part of the sum; False if it only pulls the result.
+    """
+
+    def __init__(
+        self, tensor: Tensor, sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder
+    ) -> None:
+        layout, values = sharding.layout, None
+        assert layout is not None
+        if contributes:
+            # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
+            # not depend on the ring.
+            data = coder.encode(_padded(tensor, layout, pool)[:, None])
+            values = _in_position_order(data, coder.size_bytes(DENSE_GRANULE, 1), layout, pool)
+        super().__init__(tensor.shape, tensor.dtype, sharding, values, coder, pool.empty, granule_order)
 
 
 def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
@@ -173,9 +212,9 @@ def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int)
     return chunks
 
 
-def granule_order(layout: Layout) -> Tensor:
-    """Returns the numbers of all granules of a dense tensor in order of position: int64."""
-    return layout.granule_order(0, layout.size // DENSE_GRANULE)
+def granule_order(layout: Layout, device: torch.device = CPU) -> Tensor:
+    """Returns the numbers of all granules of a dense tensor in order of position: int64, on ``device``."""
+    return layout.granule_order(0, layout.size // DENSE_GRANULE).to(device, non_blocking=True)
 
 
 def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
