@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,16 @@ from tests.worker.encode.test_transfer import (
     sparse,
     synchronize,
 )
+from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
 from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.transfer import Sharding, Transfer
-from zenps.worker.encode.accelerator import CudaAccelerator
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer
+from zenps.worker.encode.accelerator import CudaAccelerator, OnDevices
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, granule_order
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
-from zenps.worker.encode.staged import StagedDense
+from zenps.worker.encode.staged import StagedGranules
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -173,21 +175,45 @@ def test_what_is_pushed_lies_where_servers_of_this_host_read() -> None:
         arena.close()
 
 
-def test_dense(accelerator: CudaAccelerator) -> None:
-    tensors = [torch.randn(70_000), torch.randn(70_000)]
-    layout = make_layout("balanced", 70_000, DENSE_GRANULE, [0, 1], 0)
+@pytest.mark.parametrize("servers", [[0], [0, 1, 2]], ids=len)
+@pytest.mark.parametrize("count", [70_000, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dense(accelerator: CudaAccelerator, dtype: torch.dtype, count: int, servers: list[int]) -> None:
+    layout = make_layout("parallel", count, DENSE_GRANULE, servers, 1 << 20)
+    orders = OnDevices(granule_order, lambda order: (order,))
+    coder, order = Unchanged(dtype), partial(orders.of, accelerator)
 
     def begin(tensor: Tensor) -> Transfer:
-        def make(copy: Tensor) -> Transfer:
-            coder = Unchanged(copy.dtype)
-            return DenseTransfer(copy, Sharding(layout, 2, 0), accelerator.pinned, True, coder)
+        sharding, there = Sharding(layout, 2, 0), tensor.cuda()
+        staged = StagedGranules(there, sharding, True, coder, order, accelerator, accelerator.pinned)
+        return prepared(staged, accelerator)
 
-        return prepared(StagedDense(tensor.cuda(), make, accelerator), accelerator)
+    for _ in range(3):
+        tensors = [torch.randn(count).to(dtype) for _ in range(2)]
+        results, transfer = synchronize(tensors, begin, average=True)
+        for result in results:
+            assert result.is_cuda
+            assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=True))
+        on_the_cpu = DenseTransfer(tensors[0], Sharding(layout, 2, 0), BufferPool(0), True, coder)
+        assert encoded_by(transfer) == encoded_by(on_the_cpu)
 
-    results, _ = synchronize(tensors, begin, average=True)
-    for result in results:
-        assert result.is_cuda
-        assert_same_bits(result.cpu(), reduce_in_rank_order(tensors, average=True))
+
+@pytest.mark.usefixtures("_no_device_wide_wait")
+def test_a_dense_gradient_is_moved_without_waiting(accelerator: CudaAccelerator) -> None:
+    """No call waits for the device, also where the order of granules is copied there."""
+    torch.cuda.set_sync_debug_mode("default")
+    layout = make_layout("parallel", 70_000, DENSE_GRANULE, [0, 1, 2], 1 << 20)
+    orders = OnDevices(granule_order, lambda order: (order,))
+    tensor = torch.randn(70_000, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    coder, order = Unchanged(tensor.dtype), partial(orders.of, accelerator)
+    sharding, pool = Sharding(layout, 2, 0), accelerator.pinned
+    transfer = prepared(StagedGranules(tensor, sharding, True, coder, order, accelerator, pool), accelerator)
+    absorb_all(transfer, aggregate([transfer], average=False))
+    result = transfer.finish()
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same_bits(result.cpu(), tensor.cpu())
 
 
 @pytest.mark.timeout(300)

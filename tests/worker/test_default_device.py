@@ -16,6 +16,7 @@ import zenps as zps
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import (
     begin_dense,
+    begin_dense_on_a_device,
     begin_sparse,
     begin_whole,
     make_layout,
@@ -34,11 +35,12 @@ from zenps.worker.core.transfer import Transfer
 TENSORS: list[tuple[Callable[[Tensor], Transfer], Tensor]] = [
     (begin_sparse, sparse([3, 0, 49, 3], torch.randn(4, 3), (50, 3))),
     (begin_dense, torch.randn(5000)),
+    (begin_dense_on_a_device, torch.randn(5000)),
     (begin_whole, torch.randn(200)),
 ]
 
 
-@pytest.mark.parametrize(("begin", "tensor"), TENSORS, ids=["sparse", "dense", "whole"])
+@pytest.mark.parametrize(("begin", "tensor"), TENSORS, ids=["sparse", "dense", "dense on a device", "whole"])
 def test_transfers(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
     expected = reduce_in_rank_order([tensor, tensor], average=True)
     with torch.device("meta"):

@@ -11,8 +11,9 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError
 from zenps.kernels.gpu.cupy import CupyLauncher, on_device
 from zenps.kernels.gpu.launcher import Launcher
+from zenps.partition.layout import Layout
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.tensors import tensor_from_bytes
 
@@ -28,6 +30,8 @@ from .pinned import pinned_pool, shared_pinned_pool
 
 # Between two queries of a device: short against a round, long against the query itself.
 LOOK_SECONDS = 50e-6
+
+Made = TypeVar("Made")
 
 
 class Event(Protocol):
@@ -197,3 +201,34 @@ class _CudaLane(Lane):
         stream.wait_stream(self._stream)
         for tensor in results:
             tensor.record_stream(stream)
+
+
+class OnDevices(Generic[Made]):
+    """What devices read of layouts, each made when it is first asked for. Thread-safe.
+
+    It lives as long as its layout, that is, as long as any tensor is sharded by it.
+
+    Args:
+        make: makes it of a layout, on a device.
+        tensors: returns its tensors.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Layout, torch.device], Made],
+        tensors: Callable[[Made], Sequence[Tensor]],
+    ) -> None:
+        self._make, self._tensors = make, tensors
+        self._made: WeakKeyDictionary[Layout, dict[torch.device, Made]] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def of(self, gpu: Accelerator, layout: Layout) -> Made:
+        with self._lock:
+            made = self._made.setdefault(layout, {})
+            if gpu.device not in made:
+                # Allocated on one stream that reads it, and known to the other, so that its memory is not
+                # reused before both are done with it.
+                with gpu.pushing.current():
+                    made[gpu.device] = self._make(layout, gpu.device)
+                    gpu.pulling.follow(*self._tensors(made[gpu.device]))
+            return made[gpu.device]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -16,9 +15,7 @@ from zenps.config.sizes import message_bytes
 from zenps.config.sources import kernel_threads
 from zenps.errors import UsageError
 from zenps.kernels.factory import make_kernels
-from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
-from zenps.partition.layout import Layout
 from zenps.schemes.base import Scheme
 from zenps.wire.blocks import PHASES
 from zenps.wire.shared_memory.arena import Arena
@@ -26,14 +23,14 @@ from zenps.wire.shared_memory.arena import Arena
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
 from ..core.transfer import Sharding, Transfer, Transform
-from .accelerator import Accelerator, Accelerators
+from .accelerator import Accelerator, Accelerators, OnDevices
 from .blocks import BlockTransfer
-from .dense import DenseTransfer, WholeTransfer
+from .dense import DenseTransfer, WholeTransfer, granule_order
 from .gpu import KeptMemory, StagedSparse
 from .quantizer import UNCHANGED, Quantizer, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
-from .staged import StagedBlocks, StagedDense
+from .staged import StagedBlocks, StagedDense, StagedGranules
 from .streams import LONGEST_NAME, Plan, plan_streams
 from .transforms import TRANSFORMS
 
@@ -58,8 +55,8 @@ class Planner:
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
-        # Each device layout lives as long as its layout, that is, as long as any tensor is sharded by it.
-        self._gpu_layouts: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
+        self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
+        self._granule_orders = OnDevices(granule_order, lambda order: (order,))
         self._hash_memories: dict[str, KeptMemory] = {}
         self._lock = threading.Lock()
 
@@ -126,6 +123,9 @@ class Planner:
             pool = self._unpooled if options.purpose == "broadcast" else self._pool
             return _begin_dense(sharding, pool, options.contributes, coder, tensor)
         pool = self._pinned(gpu, None if options.purpose == "broadcast" else arena)
+        if sharding.layout is not None and coder.form == "same":
+            order = partial(self._granule_orders.of, gpu)
+            return StagedGranules(tensor, sharding, options.contributes, coder, order, gpu, pool)
         begin = partial(_begin_dense, sharding, pool, options.contributes, coder)
         return StagedDense(tensor, begin, gpu)
 
@@ -141,7 +141,7 @@ class Planner:
         if gpu is None:
             pool = None if arena is None else arena.pool
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
-        layout = partial(self._device_layout, gpu)
+        layout = partial(self._device_layouts.of, gpu)
         cuda = self._config.cuda
         with self._lock:
             kept = self._hash_memories.setdefault(request.name, KeptMemory.of(cuda))
@@ -174,17 +174,6 @@ class Planner:
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""
         return None if tensor.is_cpu else self._accelerators.of(tensor.device)
-
-    def _device_layout(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
-        with self._lock:
-            gpu_layouts = self._gpu_layouts.setdefault(layout, {})
-            if gpu.device not in gpu_layouts:
-                # Allocated on one stream that reads it, and known to the other, so that its memory is not
-                # reused before both are done with it.
-                with gpu.pushing.current():
-                    device_layout = gpu_layouts[gpu.device] = device_layout_on(layout, gpu.device)
-                    gpu.pulling.follow(*device_layout.tensors)
-            return gpu_layouts[gpu.device]
 
 
 def _begin_dense(

@@ -68,7 +68,10 @@ class ValueCoder(ABC):
 
     @abstractmethod
     def decode_into(self, data: memoryview, out: Tensor) -> None:
-        """Decodes values into ``out``, which is contiguous. Raises as :meth:`decode`."""
+        """Decodes values into ``out``, which is contiguous. Raises as :meth:`decode`.
+
+        Unchanged values may go to a device, on its current stream; ``data`` is read before this returns.
+        """
 
 
 class Unchanged(ValueCoder):
@@ -100,7 +103,7 @@ class Unchanged(ValueCoder):
         return tensor_from_bytes(data, self._dtype, shape)
 
     def decode_into(self, data: memoryview, out: Tensor) -> None:
-        out.copy_(self.decode(data, tuple(out.shape)))
+        out.copy_(self.decode(data, tuple(out.shape)), non_blocking=True)
 
 
 UNCHANGED: Final = {dtype: Unchanged(dtype) for dtype in DTYPES.values()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,11 +18,14 @@ from torch.nn import functional
 from zenps.buffers import BufferPool
 from zenps.errors import TensorError, ZenPSError
 from zenps.kernels.gpu.scatter import gather_rows
+from zenps.partition.layout import Layout
 
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
+from .dense import DENSE_GRANULE, GranuleTransfer
+from .quantizer import ValueCoder
 from .streams import Plan
 
 
@@ -72,6 +76,8 @@ class Staged(Transfer):
 class StagedDense(Staged):
     """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
 
+    For small ones, and for quantized values, whose residuals are on the host.
+
     Args:
         tensor: of any shape; it must not change before the round has ended.
         transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
@@ -107,8 +113,8 @@ class StagedDense(Staged):
     def finish(self) -> Tensor:
         """Returns the sum: strided, contiguous, on the device."""
         gpu = self._accelerator
-        pulled = self._inner.finish()
         with gpu.pulling.current():
+            pulled = self._inner.finish()
             result = pulled.to(gpu.device, non_blocking=True)
         gpu.wait_for(gpu.pulling.mark())
         gpu.pulling.hand_over(result)
@@ -116,6 +122,59 @@ class StagedDense(Staged):
 
     def report(self, progress: Progress) -> Report:
         return self._inner.report(progress)
+
+
+class StagedGranules(StagedDense):
+    """A large strided tensor on a GPU, whose values travel unchanged: the host copies none of them.
+
+    The device brings the granules into the order of positions, one copy has them all in pinned memory, and
+    frames are slices of that. What is pulled goes from where it was received to the device, which brings it
+    into the tensor's order.
+
+    Args:
+        tensor: of any shape; it must not change before the round has ended.
+        sharding, contributes, coder: as for ``DenseTransfer``.
+        order: returns ``granule_order`` on the device.
+        pool: pinned memory for what is pushed.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        sharding: Sharding,
+        contributes: bool,
+        coder: ValueCoder,
+        order: Callable[[Layout], Tensor],
+        accelerator: Accelerator,
+        pool: BufferPool,
+    ) -> None:
+        self._sharding, self._contributes, self._coder = sharding, contributes, coder
+        self._order, self._pool = order, pool
+        self.rows_given = tensor.numel()
+        self._tensor = tensor.detach()
+        Staged.__init__(self, accelerator)
+
+    def _prepare(self) -> Iterator[Event]:
+        gpu, layout = self._accelerator, self._sharding.layout
+        assert layout is not None
+        values = None
+        if self._contributes:
+            gpu.pushing.follow(self._tensor)
+            with gpu.pushing.current():
+                granules = _in_rows(self._tensor, layout.size // DENSE_GRANULE, DENSE_GRANULE)
+                if not layout.keeps_order:
+                    granules = granules.index_select(0, self._order(layout))
+                values = self._to_host(granules, self._pool)
+                del granules
+            yield gpu.pushing.mark()
+        shape, dtype = self._tensor.shape, self._tensor.dtype
+        del self._tensor
+        empty = partial(_empty_on, gpu.device)
+        self._inner = GranuleTransfer(shape, dtype, self._sharding, values, self._coder, empty, self._order)
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        with self._accelerator.pulling.current():
+            return super().on_answer(answer)
 
 
 class StagedBlocks(StagedDense):
@@ -143,9 +202,7 @@ class StagedBlocks(StagedDense):
         gpu, plan = self._accelerator, self._plan
         gpu.pushing.follow(self._tensor)
         with gpu.pushing.current():
-            flat = self._tensor.resolve_neg().reshape(-1)
-            padding = plan.blocks * plan.block - len(flat)
-            table = (functional.pad(flat, (0, padding)) if padding else flat).view(plan.blocks, plan.block)
+            table = _in_rows(self._tensor, plan.blocks, plan.block)
             flags = self._to_host((table != 0).any(1))
         yield gpu.pushing.mark()
         held = np.flatnonzero(flags.numpy())
@@ -158,3 +215,15 @@ class StagedBlocks(StagedDense):
         like = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
         del self._tensor
         self._inner = BlockTransfer(like, plan, self._shardings, gpu.pinned, (held, values))
+
+
+def _in_rows(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns the elements of a strided tensor in rows, the last of which is padded with zeros."""
+    # An asynchronous copy would have the bytes of a negative view without its sign.
+    flat = tensor.resolve_neg().reshape(-1)
+    padding = rows * columns - len(flat)
+    return (functional.pad(flat, (0, padding)) if padding else flat).view(rows, columns)
+
+
+def _empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)

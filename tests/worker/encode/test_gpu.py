@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -22,6 +22,8 @@ from tests.worker.encode.test_transfer import (
     absorb_all,
     aggregate,
     damaged,
+    dense_on_a_device,
+    dense_on_the_cpu,
     encoded_by,
     make_layout,
     on_a_device,
@@ -39,17 +41,19 @@ from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_compact import VALUES
 from zenps.kernels.gpu.launcher import Argument
 from zenps.observe.metrics import WorkerMetrics
+from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
+from zenps.wire.tensors import DTYPES
 from zenps.worker.core.pending import Pending, Signal, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer, granule_order
 from zenps.worker.encode.gpu import KeptMemory, StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
-from zenps.worker.encode.staged import StagedDense
+from zenps.worker.encode.staged import StagedDense, StagedGranules
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
@@ -111,7 +115,7 @@ class _Counted(HostAccelerator):
         super().__init__()
         self.kernels: dict[str, list[str]] = {"pushing": [], "pulling": []}
         self.pinned_buffers: list[Tensor] = []
-        self._now = "none"
+        self.lane = "none"
         counted = self
 
         class Launcher(HostLauncher):
@@ -119,7 +123,7 @@ class _Counted(HostAccelerator):
                 self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
             ) -> None:
                 if grid:
-                    counted.kernels[counted._now].append(expression.partition("<")[0])
+                    counted.kernels[counted.lane].append(expression.partition("<")[0])
                 super().launch(source, expression, grid, block, args)
 
         class Pool(BufferPool):
@@ -133,19 +137,28 @@ class _Counted(HostAccelerator):
 
             @contextlib.contextmanager
             def current(self) -> Iterator[None]:
-                before, counted._now = counted._now, self._name
+                before, counted.lane = counted.lane, self._name
                 yield
-                counted._now = before
+                counted.lane = before
 
         self.launcher, self.pinned = Launcher(), Pool(keep_bytes=1 << 26)
         self.pushing, self.pulling = Counting("pushing"), Counting("pulling")
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts PyTorch's launches, and apart from them copies to the host."""
+    """Counts PyTorch's launches, and apart from them copies between host and device.
+
+    Args:
+        counted: says on which stream they are; these are noted in ``lanes``.
+    """
 
     ON_THE_HOST = ("_nnz", "sparse_dim", "_indices", "_values", "_local_scalar_dense", "lift_fresh")
     launches = copies = 0
+
+    def __init__(self, counted: _Counted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counted = counted
+        self.lanes: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -157,6 +170,9 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.copies += 1
         elif name not in FREE and name not in self.ON_THE_HOST:
             self.launches += 1
+        else:
+            return func(*args, **(kwargs or {}))
+        self.lanes.add(self._counted.lane)
         return func(*args, **(kwargs or {}))
 
 
@@ -171,7 +187,7 @@ def test_launches_and_copies_of_a_push_grow_with_nothing(
     layout = make_layout("balanced", 600, 1, list(range(servers)), 0)
     tensor = sparse(torch.arange(0, 2 * rows, 2) % 600, torch.randn(rows, 5), (600, 5))
     counted, coder = _Counted(), Unchanged(tensor.dtype)
-    with _Operations() as operations:  # type: ignore[no-untyped-call]
+    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
         transfer = StagedSparse(
             tensor, Sharding(layout, 2, 0), codec, CudaConfig(), on_the_device, counted, coder
         )
@@ -289,23 +305,66 @@ def test_a_fault_in_an_answer_is_forgotten_with_it() -> None:
     assert transfer.finish().indices().tolist() == [[0, 599]]
 
 
-@pytest.mark.parametrize("shape", [(), (3, 4), (5000,), (0, 3)])
-def test_dense(shape: Sequence[int]) -> None:
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 3)])
+def test_small_dense(shape: Sequence[int]) -> None:
     tensors = [
         torch.randn(tuple(shape)),
         torch.randn(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape))))),
     ]
-    layout = make_layout("balanced", tensors[0].numel(), DENSE_GRANULE, [0, 1], 0)
-
-    def make(copy: Tensor) -> Transfer:
-        coder = Unchanged(copy.dtype)
-        if copy.numel() < 1000:
-            return WholeTransfer(copy, Sharding(None, 1, 0), True, coder)
-        return DenseTransfer(copy, Sharding(layout, 2, 0), ACCELERATOR.pinned, True, coder)
-
-    results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR)), True)
+    results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, whole, ACCELERATOR)), True)
     for result in results:
         assert_same_bits(result, reduce_in_rank_order(tensors, average=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("count", [1, 255, 256, 5000, 70_000])
+@pytest.mark.parametrize("servers", [[0], [0, 1], [2, 5, 9]], ids=len)
+@pytest.mark.parametrize("partition", ["parallel", "balanced"])
+def test_the_granules_on_the_wire_are_those_of_the_cpu(
+    partition: str, servers: list[int], count: int, dtype: torch.dtype
+) -> None:
+    sharding = Sharding(make_layout(partition, count, DENSE_GRANULE, servers, 0), 2, servers[-1])
+    tensor = torch.rand(2 * count).mul(100).to(dtype)[::2]
+    encoded = encoded_by(dense_on_a_device(tensor, sharding))
+    assert encoded == encoded_by(dense_on_the_cpu(tensor, sharding))
+    assert encoded.values == "same"
+
+
+def granules(
+    tensor: Tensor,
+    sharding: Sharding,
+    accelerator: HostAccelerator,
+    order: Callable[[Layout], Tensor] = granule_order,
+) -> Transfer:
+    coder, pool = Unchanged(tensor.dtype), accelerator.pinned
+    return prepared(StagedGranules(tensor, sharding, True, coder, order, accelerator, pool))
+
+
+@pytest.mark.parametrize("servers", [1, 2, 16])
+@pytest.mark.parametrize("count", [70_000, 71_680])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers: int) -> None:
+    """One copy comes back, and what is sent is that memory itself. What is pulled goes to the device."""
+    layout = make_layout("parallel", count, DENSE_GRANULE, list(range(servers)), 1 << 20)
+    tensor, order, counted = torch.randn(count).to(dtype), granule_order(layout), _Counted()
+    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
+        transfer = granules(tensor, Sharding(layout, 2, 0), counted, lambda _: order)
+    assert (operations.copies, operations.launches) == (1, (count % DENSE_GRANULE > 0) + (servers > 1))
+    assert operations.lanes == {"pushing"}
+    (payload,) = counted.pinned_buffers
+    assert payload.numel() == layout.size
+    frames = [chunk.frames[1] for chunk in encoded_by(transfer).chunks]
+    pinned = payload.view(torch.uint8).numpy()
+    assert all(np.shares_memory(np.frombuffer(frame, np.uint8), pinned) for frame in frames)
+
+    answers = aggregate([transfer], average=False)
+    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
+        absorb_all(transfer, answers)
+        result = transfer.finish()
+    assert (operations.copies, operations.launches) == (len(answers), int(servers > 1))
+    assert operations.lanes == {"pulling"}
+    assert len(counted.pinned_buffers) == 1
+    assert_same_bits(result, tensor)
 
 
 def whole(copy: Tensor) -> Transfer:
@@ -324,6 +383,10 @@ def test_a_negative_view_is_pushed_with_its_sign() -> None:
         [tensor], lambda each: prepared(StagedDense(each, whole, Asynchronous())), average=False
     )
     assert results[0].tolist() == [-1.0, 2.0]
+    large = torch._neg_view(torch.ones(600))
+    sharding = Sharding(make_layout("parallel", 600, DENSE_GRANULE, [0], 0), 1, 0)
+    results, _ = synchronize([large], lambda each: granules(each, sharding, Asynchronous()), average=False)
+    assert results[0].tolist() == [-1.0] * 600
 
 
 def test_a_device_that_hangs_is_an_error() -> None:

@@ -1,14 +1,47 @@
-"""Sizes that the planner chooses, and buffers of its transfers."""
+"""Sizes that the planner chooses, memory of its transfers, and what it keeps on devices."""
 
 from __future__ import annotations
 
-import torch
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 
-from tests.worker.encode.test_quantizer import begin, planner_of
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integration.reference import assert_same_bits
+from tests.worker.encode.test_quantizer import begin, every_form, planner_of
+from tests.worker.encode.test_reshard import make_planner, view_of
+from tests.worker.encode.test_transfer import (
+    ACCELERATOR,
+    absorb_all,
+    aggregate,
+    encoded_by,
+    make_layout,
+    prepared,
+)
+from zenps.codecs.base import ValueForm
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
+from zenps.partition.layout import Layout
 from zenps.schemes.registry import scheme_of
-from zenps.worker.core.request import Request
+from zenps.wire.shared_memory.arena import Arena
+from zenps.worker.core.request import Options, Request
+from zenps.worker.encode.accelerator import OnDevices
+from zenps.worker.encode.dense import DENSE_GRANULE, granule_order
 from zenps.worker.encode.planner import Planner
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(keep_bytes=1 << 26)
+    yield made
+    made.close()
+
+
+def on_a_device(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> Planner:
+    monkeypatch.setattr(planner, "_accelerator", lambda _: ACCELERATOR)
+    return planner
 
 
 def test_a_broadcast_leaves_nothing_in_the_pool() -> None:
@@ -31,3 +64,75 @@ def test_a_message_of_blocks_is_no_larger_than_two_chunks() -> None:
         plan = planner._plan(Request(torch.empty(10**7, device="meta"), "weight"))
         assert plan is not None
         assert plan.columns == columns
+
+
+@pytest.mark.parametrize("count", [70_000, 71_680])
+def test_a_device_copies_dense_values_to_where_servers_of_this_host_read(
+    count: int, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner, tensor = on_a_device(planner_of("same"), monkeypatch), torch.randn(count)
+    request = Request(tensor, "weight")
+    frames = [chunk.frames[1] for chunk in encoded_by(prepared(planner.begin(request, 0, arena))).chunks]
+    assert len(frames) == 2
+    assert all(arena.find(frame) is not None for frame in frames)
+    broadcast = Request(tensor, "weight", Options(purpose="broadcast"))
+    frames = [chunk.frames[1] for chunk in encoded_by(prepared(planner.begin(broadcast, 0, arena))).chunks]
+    assert all(arena.find(frame) is None for frame in frames)
+
+
+@every_form
+def test_a_device_rounds_as_the_cpu(form: ValueForm, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = torch.randn(70_000) * torch.linspace(0.01, 9, 70_000)
+    planner = planner_of(form)
+    on_the_host = begin(planner, gradient, "gradient")
+    staged = prepared(begin(on_a_device(planner, monkeypatch), gradient, "gradient"))
+    assert encoded_by(staged) == encoded_by(on_the_host)
+    assert encoded_by(staged).values == form
+    answers = aggregate([on_the_host, staged], average=True)
+    for transfer in (on_the_host, staged):
+        absorb_all(transfer, answers)
+    assert_same_bits(staged.finish(), on_the_host.finish())
+
+
+def test_orders_of_granules_are_made_once_for_each_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, sharder = make_planner([0, 1])
+    on_a_device(planner, monkeypatch)
+    made = list[Layout]()
+
+    def make(layout: Layout, device: torch.device) -> Tensor:
+        made.append(layout)
+        return granule_order(layout, device)
+
+    planner._granule_orders = OnDevices(make, lambda order: (order,))
+    tensors = [torch.randn(70_000), torch.randn(70_000), torch.randn(80_000)]
+
+    def synchronize(then: Sequence[int] | None = None) -> None:
+        """In one round of each tensor; ``then`` are the servers of a ring that comes after all are pushed."""
+        requests = [Request(tensor, f"weight {number}") for number, tensor in enumerate(tensors)]
+        transfers = [prepared(planner.begin(request, 0)) for request in requests]
+        if then is not None:
+            sharder.follow(view_of(then))
+            for request, transfer in zip(requests, transfers, strict=True):
+                transfer.restart(sharder.reshard(request.name, encoded_by(transfer)))
+        for tensor, transfer in zip(tensors, transfers, strict=True):
+            absorb_all(transfer, aggregate([transfer], average=False))
+            assert_same_bits(transfer.finish(), tensor)
+
+    for _ in range(2):
+        synchronize()
+        assert [layout.rows_total for layout in made] == [70_000, 80_000]
+    synchronize(then=[0])
+    synchronize()
+    assert len(made) == 2, "one server has all in order"
+    synchronize(then=[2, 5, 9])
+    assert [layout.rows_total for layout in made[2:]] == [70_000, 80_000]
+
+
+def test_what_a_device_reads_of_a_layout_lives_as_long_as_that() -> None:
+    orders = OnDevices(granule_order, lambda order: (order,))
+    layout = make_layout("parallel", 70_000, DENSE_GRANULE, [0, 1], 0)
+    order = weakref.ref(orders.of(ACCELERATOR, layout))
+    assert orders.of(ACCELERATOR, layout) is order()
+    del layout
+    gc.collect()
+    assert order() is None

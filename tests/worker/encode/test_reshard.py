@@ -24,11 +24,14 @@ from tests.worker.encode.test_transfer import (
     POOL,
     SPARSE_SHAPES,
     SUMMED,
+    MakeDense,
     MakeSparse,
     absorb_all,
     aggregate,
     any_sparse,
     any_values,
+    dense_on_a_device,
+    dense_on_the_cpu,
     encoded_by,
     on_a_device,
     on_the_cpu,
@@ -306,10 +309,8 @@ def begin_staged(make: Callable[[Tensor], Transfer]) -> Callable[[Tensor], Trans
     return lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR))
 
 
-def begin_dense(contributes: bool) -> Callable[[Tensor], Transfer]:
-    return lambda tensor: DenseTransfer(
-        tensor, a_sharding(DENSE_GRANULE, OLD), POOL, contributes, Unchanged(tensor.dtype)
-    )
+def begin_dense(contributes: bool, make: MakeDense = dense_on_the_cpu) -> Callable[[Tensor], Transfer]:
+    return lambda tensor: make(tensor, a_sharding(DENSE_GRANULE, OLD), contributes)
 
 
 def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
@@ -329,7 +330,8 @@ TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Sharding, bool]] = {
     "sparse, staged": (begin_sparse(on_a_device("sort")), SPARSE, True),
     "dense": (begin_dense(True), DENSE, True),
     "dense, without contribution": (begin_dense(False), DENSE, False),
-    "dense, staged": (begin_staged(begin_dense(True)), DENSE, True),
+    "dense, staged": (begin_dense(True, dense_on_a_device), DENSE, True),
+    "dense, staged, without contribution": (begin_dense(False, dense_on_a_device), DENSE, False),
     "whole": (begin_whole(True), WHOLE, True),
     "whole, without contribution": (begin_whole(False), WHOLE, False),
     "whole, staged": (begin_staged(begin_whole(True)), WHOLE, True),

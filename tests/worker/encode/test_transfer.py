@@ -32,10 +32,17 @@ from zenps.wire.tensors import dtype_name
 from zenps.worker.core.request import table_shape
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, RootLostError, WholeTransfer
+from zenps.worker.encode.dense import (
+    DENSE_GRANULE,
+    DenseTransfer,
+    RootLostError,
+    WholeTransfer,
+    granule_order,
+)
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.staged import StagedGranules
 
 torch.set_num_threads(1)
 
@@ -91,9 +98,28 @@ def prepared(transfer: Transfer) -> Transfer:
     return transfer
 
 
+class MakeDense(Protocol):
+    """Begins the transfer of a strided tensor that is split over servers."""
+
+    def __call__(self, tensor: Tensor, sharding: Sharding, contributes: bool = True) -> Transfer: ...
+
+
+def dense_on_the_cpu(tensor: Tensor, sharding: Sharding, contributes: bool = True) -> Transfer:
+    return DenseTransfer(tensor, sharding, POOL, contributes, Unchanged(tensor.dtype))
+
+
+def dense_on_a_device(tensor: Tensor, sharding: Sharding, contributes: bool = True) -> Transfer:
+    coder, pool = Unchanged(tensor.dtype), ACCELERATOR.pinned
+    transfer = StagedGranules(tensor, sharding, contributes, coder, granule_order, ACCELERATOR, pool)
+    assert transfer.prepared() == (not contributes), "there is nothing to wait for"
+    return prepared(transfer)
+
+
 # Duplicates are summed in no particular order by "bitmap" and "hash": test_gpu.py has them.
 WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
 every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
+DENSE_WAYS = {"cpu": dense_on_the_cpu, "device": dense_on_a_device}
+every_dense_way = pytest.mark.parametrize("make_dense", DENSE_WAYS.values(), ids=DENSE_WAYS)
 
 
 def encoded_by(transfer: Transfer) -> EncodedTensor:
@@ -273,6 +299,7 @@ DENSE_SHAPES: list[tuple[int, ...]] = [
 ]  # fmt: skip
 
 
+@every_dense_way
 @settings(deadline=None, max_examples=120)
 @given(
     shape=st.sampled_from(DENSE_SHAPES),
@@ -286,6 +313,7 @@ DENSE_SHAPES: list[tuple[int, ...]] = [
     seed=st.integers(0, 1 << 30),
 )
 def test_dense(
+    make_dense: MakeDense,
     shape: tuple[int, ...],
     contributes: list[bool],
     dtype: torch.dtype,
@@ -306,11 +334,11 @@ def test_dense(
     taking_part = iter(contributes)
 
     def begin(tensor: Tensor) -> Transfer:
-        contributing, coder = next(taking_part), Unchanged(dtype)
+        contributing = next(taking_part)
         if partition == "whole":
-            return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing, coder)
+            return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing, Unchanged(dtype))
         layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
-        return DenseTransfer(tensor, Sharding(layout, chunks, servers[-1]), POOL, contributing, coder)
+        return make_dense(tensor, Sharding(layout, chunks, servers[-1]), contributing)
 
     results, _ = synchronize(tensors, begin, average)
     for result in results:
@@ -338,9 +366,12 @@ def begin_sparse(tensor: Tensor) -> Transfer:
     return on_the_cpu(tensor, make_layout("balanced", 50, 1, [0, 1], 0), 2, 0, "auto")
 
 
-def begin_dense(tensor: Tensor) -> Transfer:
-    sharding = Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0)
-    return DenseTransfer(tensor, sharding, POOL, True, Unchanged(tensor.dtype))
+def begin_dense(tensor: Tensor, make: MakeDense = dense_on_the_cpu) -> Transfer:
+    return make(tensor, Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0))
+
+
+def begin_dense_on_a_device(tensor: Tensor) -> Transfer:
+    return begin_dense(tensor, dense_on_a_device)
 
 
 def begin_whole(tensor: Tensor) -> Transfer:
@@ -373,6 +404,7 @@ def test_gradients_that_require_gradients() -> None:
     for tensor, begin in (
         (graph.to_sparse(1), begin_sparse),
         (torch.ones(5000, requires_grad=True), begin_dense),
+        (torch.ones(5000, requires_grad=True), begin_dense_on_a_device),
     ):
         results, _ = synchronize([tensor, tensor], begin, average=True)
         assert not results[0].requires_grad
@@ -417,8 +449,13 @@ def damaged(answer: Answer) -> dict[str, Answer]:
 
 @pytest.mark.parametrize(
     ("begin", "tensor"),
-    [(begin_sparse, rows_of(50)), (begin_dense, torch.ones(5000)), (begin_whole, torch.ones(200))],
-    ids=["sparse", "dense", "whole"],
+    [
+        (begin_sparse, rows_of(50)),
+        (begin_dense, torch.ones(5000)),
+        (begin_dense_on_a_device, torch.ones(5000)),
+        (begin_whole, torch.ones(200)),
+    ],
+    ids=["sparse", "dense", "dense on a device", "whole"],
 )
 def test_answers_that_are_not_as_announced(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
     transfer = begin(tensor)
