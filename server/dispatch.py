@@ -156,13 +156,13 @@ class Dispatcher:
         self._shared_memory.collect()
         outcome = reducer.reduce([held.payload for held in round_.pushes])
         end_ns = now_ns()
-        # Before all that is left to do: the ranks wait for them.
-        for reply in self._rounds.replies(round_.key, outcome):
-            self._replies.send(reply)
         if self._trace.is_on:
             about, pushes = chunk_args(push), len(round_.pushes)
             rows, size = outcome.rows, outcome.size_bytes
             self._trace.did(begin_ns, "aggregate", **about, pushes=pushes, rows=rows, bytes=size)
+        # Before all that is left to do: the ranks wait for them.
+        for reply in self._rounds.replies(round_.key, outcome):
+            self._replies.send(reply)
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
         log.here.step = reducer.step(push)

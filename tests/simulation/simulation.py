@@ -23,7 +23,7 @@ from .workers import Worker
 
 FINISH_SECONDS = 1500.0
 """A lost push is repeated after 60 s, then after 120 more, …: this is enough for a few repetitions."""
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 90.0  # more than a worker waits before it repeats a push that was lost
 SHORT_LEASE_SECONDS = 5.0
 """In elastic jobs: a worker that is lost comes back before the job is over."""
 
