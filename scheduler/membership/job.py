@@ -26,7 +26,7 @@ _NOT_RETURNED: Final = f"did not return after the scheduler was restarted: {NO_Q
 
 
 class Job:
-    """The state of a job, by the table :data:`~scheduler.states.JOB`, and everything that belongs to it.
+    """The state of a job, by the table :data:`.states.JOB`, and everything that belongs to it.
 
     Args:
         cluster: its settings.

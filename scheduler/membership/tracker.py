@@ -1,7 +1,7 @@
 """Membership: the scheduler's reaction to each message and to time. No socket, no clock.
 
 Events come in as method calls with the time, and messages to send come out as a list. The states are those of
-:data:`~scheduler.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
+:data:`.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
 it once all servers have it: so no push reaches a server that does not know the ring by which it was sharded.
 """
 

@@ -1,7 +1,7 @@
 """Sparse allreduce algorithms: AGsparse, SparCML, hierarchical centralization. Pure.
 
-SparCML's algorithms: :mod:`zenps.schemes.sparcml`; hierarchical centralization and AGsparse: Zen, OSDI '25,
-§2.3. Keys are row numbers.
+SparCML's algorithms: :mod:`zenps.schemes.builtin.sparcml`; hierarchical centralization and AGsparse: Zen,
+OSDI '25, §2.3. Keys are row numbers.
 """
 
 from __future__ import annotations
