@@ -13,7 +13,7 @@ def is_stale(message: Register, job: Job) -> bool:
     The agent of each node counts only restarts for a failure of its own workers. After a failure on another
     node its count may be lower than that node's, while all of its workers are new.
     """
-    if message.generation >= job.generation:
+    if message.role != "worker" or message.generation >= job.generation:
         return False
     workers = job.members.present("worker")
     counts = [w.register.generation for w in workers if w.register.host == message.host]
@@ -21,7 +21,12 @@ def is_stale(message: Register, job: Job) -> bool:
 
 
 def is_restart(message: Register, job: Job) -> bool:
-    """True if this worker is the first of those that follow the present ones."""
+    """True if a worker registers that is the first of those that follow the present ones.
+
+    While the job recovers, nobody knows yet who the present ones are.
+    """
+    if message.role != "worker" or job.state == "recovering":
+        return False
     if job.state == "draining" and not job.is_open_again:  # the servers have been told to stop
         return False
     if message.generation > job.generation:

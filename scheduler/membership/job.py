@@ -18,7 +18,7 @@ from .drains import Drains
 from .members import Members, Node, names
 from .quorum import NO_QUORUM, Quorum
 from .recovery import RECOVERY_GRACE_SECONDS, Recovery
-from .registration import missing_from
+from .rendezvous import is_complete, missing_from
 from .states import JOB, JobEvent, JobState
 from .views import Views
 
@@ -26,7 +26,7 @@ _NOT_RETURNED: Final = f"did not return after the scheduler was restarted: {NO_Q
 
 
 class Job:
-    """The state of a job, by the table :data:`~scheduler.states.JOB`, and everything that belongs to it.
+    """The state of a job, by the table :data:`.states.JOB`, and everything that belongs to it.
 
     Args:
         cluster: its settings.
@@ -73,6 +73,22 @@ class Job:
     def advance(self, event: JobEvent) -> None:
         """Changes to the state that follows."""
         self.state = JOB[self.state][event]
+
+    def join(self, node: Node, now: float) -> list[Send]:
+        """Adds a node that may join. A worker of a job that has begun waits for its admission."""
+        has_begun = self.state != "gathering"
+        if has_begun and node.role == "worker":
+            self.joining.add(node)
+            return []
+        self.members.add(node)
+        if has_begun:
+            self.members.assign_ranks(node.role)
+            return self.begin_epoch("members changed", now)
+        if not is_complete(self.members, self.cluster, self.views.epoch):
+            return []
+        for role in ("worker", "server"):
+            self.members.assign_ranks(role)
+        return self.begin_epoch("all registered", now)
 
     # ── views ───────────────────────────────────────────────────────────────────────────────────
 

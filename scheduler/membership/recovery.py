@@ -36,24 +36,17 @@ class Recovery:
 
     def readmit(self, peer: bytes, message: Register, now: float) -> None:
         """Adds a node that was a member. Any other node waits if it has no view."""
-        view = message.view
-        if view is not None and (self.newest is None or view.epoch > self.newest.epoch):
-            self.newest = view
-            for node in self._members:  # nodes that returned with an older view may be members no more
-                if self._rank_before(node.peer, node.register) != node.rank:
-                    self._members.forget(node)
+        if message.view is not None:
+            self._learn(message.view)
         rank = self._rank_before(peer, message)
-        if rank is None:
-            self.generation = max(self.generation, message.generation)
-        elif not any((node.role, node.rank) == (message.role, rank) for node in self._members):
-            epoch = 0
-            if view is not None:  # two schedulers may have made views of one epoch: both take another
-                is_another = view.incarnation != self._view.incarnation and view.epoch == self._view.epoch
-                epoch = view.epoch - is_another
+        if rank is not None and not self._is_taken(message.role, rank):
+            epoch = self._epoch_of(message.view)
             self._members.add(Node(peer, message, rank, last_heard=now, epoch=epoch))
             self.waiting.pop(peer, None)
             return
-        if view is None:
+        if rank is None:
+            self.generation = max(self.generation, message.generation)
+        if message.view is None:
             self.waiting[peer] = Node(peer, message, message.rank, last_heard=now)
 
     def drop_silent(self, since: float) -> None:
@@ -99,11 +92,12 @@ class Recovery:
 
     def restore_left(self, now: float) -> None:
         """Adds the workers that had left before: rounds and barriers that wait for them have to fail."""
+        left = self._view.left
+        for node in self._members:
+            if node.role == "worker" and node.rank in left:  # it has left, and registered once more
+                self._members.forget(node)
         for m in self._view.workers:
-            if m.rank in self._view.left:
-                for node in self._members:
-                    if (node.role, node.rank) == ("worker", m.rank):  # it has left, and registered once more
-                        self._members.forget(node)
+            if m.rank in left:
                 peer = str(m).encode()
                 register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
                 self._members.add(Node(peer, register, m.rank, last_heard=now, state="left"))
@@ -127,3 +121,25 @@ class Recovery:
         ranks = [m.rank for m in alike if m.identity in (b"", public_identity(peer))]
         # Containers on one machine's network have its name, and each has a process 1.
         return message.rank if message.rank in ranks else next(iter(ranks), None)
+
+    def _learn(self, view: View) -> None:
+        """Follows the newest view: nodes that returned with an older one may be members no more."""
+        if self.newest is not None and view.epoch <= self.newest.epoch:
+            return
+        self.newest = view
+        for node in self._members:
+            if self._rank_before(node.peer, node.register) != node.rank:
+                self._members.forget(node)
+
+    def _is_taken(self, role: Role, rank: int) -> bool:
+        return any((node.role, node.rank) == (role, rank) for node in self._members)
+
+    def _epoch_of(self, view: View | None) -> int:
+        """Returns which epoch a node with this view has applied; 0 without a view.
+
+        Two schedulers may have made views of one epoch. Nodes with the other are behind: all get a third.
+        """
+        if view is None:
+            return 0
+        is_another = view.incarnation != self._view.incarnation and view.epoch == self._view.epoch
+        return view.epoch - is_another

@@ -1,38 +1,59 @@
-"""Registration: which nodes may join a job, and which the rendezvous still waits for."""
+"""Registration: which nodes may join a job, or return to it."""
 
 from __future__ import annotations
 
-from zenps.config.settings import ClusterConfig
-from zenps.errors import listing
+from typing import Final
+
 from zenps.partition.ring import SLOTS
-from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Refused, Register
 
-from .members import ALIVE, Members, is_on_loopback, names
-from .states import JobState
+from . import generations
+from .job import Job
+from .members import ALIVE, Members, is_on_loopback
 
 Settings = dict[str, str | int | float]
 
 # What a setting is limited by, so that it may differ where all nodes were given the same.
 LIMITED = {"sync.chunk_bytes": " (cluster.server_budget_bytes and cluster.workers limit it)"}
 
+_ENDED: Final = (
+    "this job has ended, for all its workers have left; start another, or set cluster.rejoin_seconds for the "
+    "scheduler if workers join again"
+)
 
-def refusal(
-    message: Register, state: JobState, members: Members, cluster: ClusterConfig, settings: Settings
-) -> Refused | None:
+
+def refusal(message: Register, job: Job) -> Refused | None:
+    """Returns why a node can neither join the job nor return to it; None if it may do one of them."""
+    if job.state == "failed":
+        return Refused("lost", f"the job has failed: {job.failure}")
+    is_over = job.state == "draining" and not job.is_open_again and message.role == "worker"
+    if job.state == "stopped" or is_over:
+        return Refused("usage", _ENDED)
+    if message.view is not None and not job.views.is_genuine(message.view):
+        reason = "no scheduler of this job has made the view that it registers with; start it again"
+        return Refused("lost", reason)
+    if generations.is_stale(message, job):
+        return Refused("lost", "torchrun has restarted the workers")
+    return None
+
+
+def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused | None:
     """Returns why a node cannot join; None if it can.
 
     Servers may join at any time, and there may be more than ``cluster.servers``, but not more than slots.
     Workers may join a running job if it is elastic and has lost some.
     """
+    if message.view is not None:
+        return Refused("lost", "the scheduler counts this node as lost; start it again")
+    cluster, members = job.cluster, job.members
     role, rank = message.role, message.rank
     expected = cluster.workers if role == "worker" else cluster.servers
     may_join = role == "server" or cluster.is_elastic
-    is_open = state == "gathering" or (may_join and state in ("confirming", "running"))
+    is_open = job.state == "gathering" or (may_join and job.state in ("confirming", "running"))
     if not is_open or (role == "worker" and members.count(role, *ALIVE) >= expected):
         return Refused(
             "usage",
-            f"the cluster is complete with {expected} {role}(s) and {state}; "
+            f"the cluster is complete with {expected} {role}(s) and {job.state}; "
             f"raise cluster.{role}s, or wait until this job has ended",
         )
     if role == "server" and members.count(role, *ALIVE) >= SLOTS:
@@ -87,34 +108,3 @@ def _unreachable(message: Register, members: Members) -> str:
                     "the network, or cluster.host to its own"
                 )
     return ""
-
-
-def is_complete(members: Members, cluster: ClusterConfig, epoch: int) -> bool:
-    """Returns whether all nodes are there that the rendezvous waits for."""
-    expected = _expectations(cluster, epoch)
-    return all(members.count(role, "present") >= count for role, count in expected.items())
-
-
-def missing_from(members: Members, cluster: ClusterConfig, state: JobState, epoch: int) -> str:
-    """Lists the nodes that the rendezvous lacks, or the servers that have not confirmed the newest view."""
-    if state == "confirming":
-        servers = members.present("server")
-        unconfirmed = [node for node in servers if node.epoch < epoch]
-        return f"the confirmation of {names(unconfirmed)}" if servers else "another server"
-    missing = []
-    for role, expected in _expectations(cluster, epoch).items():
-        nodes = members.present(role)
-        if len(nodes) >= expected:
-            continue
-        line = f"{expected - len(nodes)} of {expected} {role}(s)"
-        claimed = {node.rank for node in nodes if node.rank >= 0}
-        if role == "worker" and len(claimed) == len(nodes) > 0:
-            absent = sorted(set(range(expected)) - claimed)
-            line += f" (rank {listing(absent)})"
-        missing.append(line)
-    return " and ".join(missing)
-
-
-def _expectations(cluster: ClusterConfig, epoch: int) -> dict[Role, int]:
-    # A job whose workers torchrun has restarted continues with the servers that it has.
-    return {"worker": cluster.workers, "server": 1 if epoch else cluster.servers}

@@ -1,7 +1,7 @@
 """Membership: the scheduler's reaction to each message and to time. No socket, no clock.
 
 Events come in as method calls with the time, and messages to send come out as a list. The states are those of
-:data:`~scheduler.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
+:data:`.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
 it once all servers have it: so no push reaches a server that does not know the ring by which it was sharded.
 """
 
@@ -37,17 +37,12 @@ from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
-from .registration import Settings, is_complete, mistaken, refusal
+from .registration import Settings, mistaken, refusal, refusal_to_join
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
 """A tick may be late by this part of a lease, in which a node sends a heartbeat. If it is later, nobody could
 be heard meanwhile."""
-
-_ENDED = (
-    "this job has ended, for all its workers have left; start another, or set cluster.rejoin_seconds for the "
-    "scheduler if workers join again"
-)
 
 
 class Membership:
@@ -265,39 +260,20 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        if self.state == "failed":
-            return [Send(peer, Refused("lost", f"the job has failed: {self.failure}"))]
-        is_over = self.state == "draining" and not job.is_open_again and message.role == "worker"
-        if self.state == "stopped" or is_over:
-            return [Send(peer, Refused("usage", _ENDED))]
-        if message.view is not None and not job.views.is_genuine(message.view):
-            reason = "no scheduler of this job has made the view that it registers with; start it again"
-            return [Send(peer, Refused("lost", reason))]
-        if message.role == "worker":
-            if generations.is_stale(message, job):
-                return [Send(peer, Refused("lost", "torchrun has restarted the workers"))]
-            if generations.is_restart(message, job) and self.state != "recovering":
-                job.restart_workers(max(message.generation, job.generation), now)
-        if self.state == "recovering" or (message.view and not self.epoch and not job.has_replaced):
-            return self._on_recovery(peer, message, now)
-        if message.view is not None:
-            return [Send(peer, Refused("lost", "the scheduler counts this node as lost; start it again"))]
-        refused = refusal(message, self.state, job.members, self._cluster, self._settings)
-        if refused is not None:
+        if (refused := refusal(message, job)) is not None:
             return [Send(peer, refused)]
-        node = Node(peer, message, message.rank, last_heard=now)
-        if self.state != "gathering" and node.role == "worker":
-            job.joining.add(node)
-            return []
-        job.members.add(node)
-        if self.state != "gathering":
-            job.members.assign_ranks(message.role)
-            return job.begin_epoch("members changed", now)
-        if not is_complete(job.members, self._cluster, self.epoch):
-            return []
-        for role in ("worker", "server"):
-            job.members.assign_ranks(role)
-        return job.begin_epoch("all registered", now)
+        if generations.is_restart(message, job):
+            job.restart_workers(max(message.generation, job.generation), now)
+        if self._is_for_recovery(message):
+            return self._on_recovery(peer, message, now)
+        if (refused := refusal_to_join(message, job, self._settings)) is not None:
+            return [Send(peer, refused)]
+        return job.join(Node(peer, message, message.rank, last_heard=now), now)
+
+    def _is_for_recovery(self, message: Register) -> bool:
+        """True if the job recovers, or begins to because this node has a view and the scheduler none."""
+        begins = message.view is not None and self.epoch == 0 and not self._job.has_replaced
+        return begins or self.state == "recovering"
 
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
         """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""

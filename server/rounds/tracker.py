@@ -18,6 +18,7 @@ from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import FailedRound, Outcome
 from .admission import Admission, Predicate
+from .expiry import ending
 from .history import History
 from .states import (
     MAX_ASK_SECONDS,
@@ -32,13 +33,6 @@ from .states import (
     disagreement,
     replies_of,
 )
-
-# How long a reopened round waits for the other ranks, which answer ``wanted`` every 5 s. If its push was only
-# a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
-REOPENED_SECONDS = 15.0
-# How long a resumed round waits for its first push. A rank that has given the round up answers ``resume`` by
-# ``give-up``; this limit is for lost messages. A later push opens the round again.
-RESUMED_SECONDS = 15.0
 
 Actions = list[Action]
 
@@ -291,26 +285,19 @@ class ServerRounds:
         return []
 
     def _expire(self, round_: ServerRound, now: float) -> Actions:
-        """Ends a round that has waited long enough, or that can never be complete.
-
-        A rank may have ended this step (:meth:`History.has_passed`). If its push is missing, it got no reply,
-        and the round fails. In a recovery round it may have had its reply before: it is asked
-        for its push instead, as long as any rank needs the reply.
-        """
-        key, age_seconds = round_.key, now - round_.opened
-        passed = self._history.passed(key, self._peers)
-        if not round_.held:
-            is_wanted = self._peers.keys() - passed and age_seconds <= RESUMED_SECONDS
-            return [] if is_wanted else self._cancel(round_, now)
-        if round_.held.keys() <= passed:
-            return self._cancel(round_, now)
-        if not round_.is_recovery and (given_up := passed - round_.ranks):
-            return self._fail(round_, "given up", self._given_up(key, given_up), now)
-        if age_seconds > self._deadline_seconds:
-            missing = sorted(self._peers.keys() - round_.ranks)
-            reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-            return self._fail(round_, "deadline", self._failure(key, "deadline", reason), now)
-        return self._cancel(round_, now) if round_.is_reopened and age_seconds > REOPENED_SECONDS else []
+        """Ends a round that has waited long enough, or that can never be complete."""
+        key, passed = round_.key, self._history.passed(round_.key, self._peers)
+        match ending(round_, self._peers.keys(), passed, now - round_.opened, self._deadline_seconds):
+            case "nobody left":
+                return self._cancel(round_, now)
+            case "given up":
+                return self._fail(round_, "given up", self._given_up(key, passed - round_.ranks), now)
+            case "deadline":
+                missing = sorted(self._peers.keys() - round_.ranks)
+                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
+                return self._fail(round_, "deadline", self._failure(key, "deadline", reason), now)
+            case None:
+                return []
 
     def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
         """Fails open rounds that need the push of a rank that has departed."""

@@ -306,8 +306,8 @@ def test_a_scheme_without_indices_refuses_an_agreed_exchange() -> None:
         refused = cluster.start(init, init=False).result()
     assert isinstance(refused, Raised)
     assert refused.text == (
-        f"sync.sparsifier = {plugin!r}: expected topk, dgc, threshold or randomk, because sync.scheme = "
-        "omnireduce sends no indices"
+        f"sync.sparsifier = {plugin!r}: expected one whose exchange is own, unlike exdyna and micro, "
+        "because sync.scheme = omnireduce sends no indices"
     )
 
 

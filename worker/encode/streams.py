@@ -65,6 +65,24 @@ def plan_streams(count: int, item_bytes: int, block: int, fusion: int, max_bytes
     return Plan(block, blocks, max(1, min(MAX_STREAMS, blocks // columns)), columns)
 
 
+def _by_column(held: Blocks, columns: int) -> tuple[Blocks, NDArray[np.int64], NDArray[np.int64]]:
+    """Sorts blocks by column.
+
+    Returns:
+        the blocks of all columns one after the other, with NONE_LEFT after each column; the index in ``held``
+        of each; and where in both of these each column begins.
+    """
+    column = held % columns
+    order = np.argsort(column, kind="stable")
+    at = np.arange(len(held)) + column[order]  # each column before a block's own adds one NONE_LEFT
+    blocks = np.full(len(held) + columns, NONE_LEFT, dtype=np.int64)
+    blocks[at] = held[order]
+    numbers = np.zeros(len(held) + columns, dtype=np.int64)
+    numbers[at] = order
+    lengths = np.bincount(column, minlength=columns) + 1
+    return blocks, numbers, np.cumsum(lengths) - lengths
+
+
 class Stream:
     """One stream as one rank sees it.
 
@@ -80,20 +98,11 @@ class Stream:
 
     def __init__(self, held: Blocks, count: int, columns: int) -> None:
         self._count = count
-        self._columns = columns = max(1, min(columns, count))
-        column = held % columns
-        order = np.argsort(column, kind="stable")
-        counts = np.bincount(column, minlength=columns)
-        # The blocks of all columns one after the other, with NONE_LEFT after each column.
-        at = np.arange(len(held)) + column[order]
-        self._blocks = np.full(len(held) + columns, NONE_LEFT, dtype=np.int64)
-        self._blocks[at] = held[order]
-        self._numbers = np.zeros(len(held) + columns, dtype=np.int64)
-        self._numbers[at] = order
-        self._next = np.cumsum(counts + 1) - counts - 1
+        self._columns = max(1, min(columns, count))
+        self._blocks, self._numbers, begins = _by_column(held, self._columns)
+        self.asked = np.arange(min(self._columns, count), dtype=np.int64)
+        self._next = begins[: len(self.asked)]
         self._pushed = np.zeros(0, dtype=np.bool_)
-        self.asked = np.arange(min(columns, count), dtype=np.int64)
-        self._next = self._next[: len(self.asked)]
         self.phase = 0
 
     def push(self) -> tuple[Positions, NDArray[np.int64], Ahead]:

@@ -196,23 +196,33 @@ class Supervisor:
         if process.exit_code and self._survives(process):
             return
         if process.exit_code or not self._address:
-            cause = self._cause(process, began + SETTLE_SECONDS)
-            if self._code is None:  # no signal has ended the job meanwhile
-                self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
-                self._end(cause.exit_code or FAILED, began)
+            self._on_failure(process, began)
         elif process.is_worker and not self._running("worker"):
-            # The scheduler has seen them leave, and waits in case they join again, unless they never joined.
-            self._code = 0
-            self._grace_ends = time.monotonic() + GRACE_SECONDS
-            status = self._status()
-            if status is not None and status.state == "gathering":
-                if not status.epoch:  # else the job has run, and a worker has come that would continue it
-                    self._say("not all workers joined the cluster; does CMD call zenps.init()?")
-                self._send_next_signal()
-            elif status is not None and status.state == "draining":
-                for worker in self._processes:
-                    if worker.is_worker:
-                        self._report_end(worker)
+            self._on_last_worker()
+
+    def _on_failure(self, process: Process, began: float) -> None:
+        """The job cannot continue without this process."""
+        cause = self._cause(process, began + SETTLE_SECONDS)
+        if self._code is None:  # no signal has ended the job meanwhile
+            self._say(f"{cause.name} failed: {cause.how_it_ended()}; ending the others")
+            self._end(cause.exit_code or FAILED, began)
+
+    def _on_last_worker(self) -> None:
+        """The last worker has ended, and well: the scheduler and the servers end, too.
+
+        The scheduler has seen them leave, and waits in case they join again, unless they never joined.
+        """
+        self._code = 0
+        self._grace_ends = time.monotonic() + GRACE_SECONDS
+        status = self._status()
+        if status is not None and status.state == "gathering":
+            if not status.epoch:  # else the job has run, and a worker has come that would continue it
+                self._say("not all workers joined the cluster; does CMD call zenps.init()?")
+            self._send_next_signal()
+        if status is not None and status.state == "draining":
+            for worker in self._processes:
+                if worker.is_worker:
+                    self._report_end(worker)
 
     def _survives(self, failed: Process) -> bool:
         """True if the job continues without the process.

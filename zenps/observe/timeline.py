@@ -91,25 +91,29 @@ def merge(parts: Sequence[Path], path: Path) -> int:
     if not known:
         raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
     known.sort(key=lambda part: (part.sort_index, part.began_us))
-    start_us = min(part.began_us for part in known)  # infinite only if there is no event to subtract it from
-    began = min(part.unix_seconds for part in known)
-    about = {
-        "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
-        "clock_error_us": {part.path.name: part.error_us for part in known},
-    }
     try:
         with _replacing(path) as file:
-            file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about))
-            file.write(b',"traceEvents":[')
-            separator = b"\n"
-            for pid, part in enumerate(known, start=1):
-                for event in _shown(part, pid, start_us):
-                    file.write(separator + msgspec.json.encode(event))
-                    separator = b",\n"
-            file.write(b"\n]}\n")
+            _write(file, known)
     except OSError as error:
         raise ConfigError("OUT", str(path), f"a file that can be written ({error.strerror})") from error
     return len(known)
+
+
+def _write(file: BinaryIO, parts: Sequence[_Part]) -> None:
+    start_us = min(part.began_us for part in parts)  # infinite only if there is no event to subtract it from
+    began = min(part.unix_seconds for part in parts)
+    about = {
+        "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
+        "clock_error_us": {part.path.name: part.error_us for part in parts},
+    }
+    file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about))
+    file.write(b',"traceEvents":[')
+    separator = b"\n"
+    for pid, part in enumerate(parts, start=1):
+        for event in _shown(part, pid, start_us):
+            file.write(separator + msgspec.json.encode(event))
+            separator = b",\n"
+    file.write(b"\n]}\n")
 
 
 @contextlib.contextmanager

@@ -268,19 +268,25 @@ class Recorder(Trace):
         with self._writing:
             if self._fd < 0:
                 return
-            data = (b",\n" if self._written_bytes else b"[\n") + lines
-            reason = f"it has {MAX_BYTES >> 20} MiB"
-            if self._written_bytes + len(data) <= MAX_BYTES:
-                try:
-                    if os.write(self._fd, data) == len(data):
-                        self._written_bytes += len(data)
-                        return
-                    reason = os.strerror(errno.ENOSPC)  # a part of it was still written
-                except OSError as error:  # the disk is full: no reason to end a training
-                    reason = str(error)
+            reason = self._append((b",\n" if self._written_bytes else b"[\n") + lines)
+            if not reason:
+                return
             os.close(self._fd)
             self._fd = -1
         self._stop(reason)
+
+    def _append(self, data: bytes) -> str:
+        """Appends to the file; returns why that was not possible, or else an empty string."""
+        if self._written_bytes + len(data) > MAX_BYTES:
+            return f"it has {MAX_BYTES >> 20} MiB"
+        try:
+            written = os.write(self._fd, data)
+        except OSError as error:  # the disk is full: no reason to end a training
+            return str(error)
+        if written < len(data):  # there was room for a part
+            return os.strerror(errno.ENOSPC)
+        self._written_bytes += len(data)
+        return ""
 
     def _stop(self, reason: str) -> None:
         """Stops recording, and logs why once."""

@@ -44,10 +44,14 @@ def all_elements(name: str, settings: Combination) -> ConfigError | None:
 
 def own_indices(name: str, settings: Combination) -> ConfigError | None:
     """The scheme sends no indices, on which the ranks of some sparsifiers agree."""
-    if settings.sparsifier not in AGREED_SPARSIFIERS:
-        return None
-    allowed = f"topk, dgc, threshold or randomk, because sync.scheme = {name} sends no indices"
-    return ConfigError("sync.sparsifier", settings.sparsifier, allowed)
+    return no_indices(name, settings.sparsifier) if settings.sparsifier in AGREED_SPARSIFIERS else None
+
+
+def no_indices(name: str, sparsifier: str) -> ConfigError:
+    """The error for a sparsifier whose ranks agree on indices, under a scheme that sends none."""
+    others = " and ".join(AGREED_SPARSIFIERS)
+    allowed = f"one whose exchange is own, unlike {others}, because sync.scheme = {name} sends no indices"
+    return ConfigError("sync.sparsifier", sparsifier, allowed)
 
 
 def one_level(name: str, settings: Combination) -> ConfigError | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from zenps.config.settings import Config
-from zenps.errors import ConfigError
 from zenps.plugins import Registry
 from zenps.schemes.base import Scheme
+from zenps.schemes.refusals import no_indices
 
 from .base import Sparsifier
 from .dgc import DGC
@@ -54,5 +54,4 @@ def check_sparsifier(config: Config, scheme: Scheme) -> None:
     """
     kind = sparsifier_class(config.sync.sparsifier)
     if kind is not None and kind.exchange == "agreed" and scheme.wire.keys == "none":
-        allowed = f"topk, dgc, threshold or randomk, because sync.scheme = {scheme.name} sends no indices"
-        raise ConfigError("sync.sparsifier", config.sync.sparsifier, allowed)
+        raise no_indices(scheme.name, config.sync.sparsifier)

@@ -78,6 +78,17 @@ def test_what_is_left_over_is_refused_whenever_it_comes(is_running: bool) -> Non
     assert after.epoch == 2
 
 
+def test_what_is_left_over_begins_no_recovery_while_the_next_job_gathers() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    come(after, [worker(10)], ENOUGH_SECONDS - 1)
+    after.on_tick(ENOUGH_SECONDS)
+    refused = only(before.come(after, [server(1)], ENOUGH_SECONDS), server(1))
+    assert isinstance(refused, Refused)
+    assert "counts this node as lost" in refused.reason
+    assert after.state == "gathering"
+
+
 def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_theirs() -> None:
     before, after = Nodes(), make_membership()
     before.come(after, [server(0), worker(0)])

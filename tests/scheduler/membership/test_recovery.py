@@ -167,8 +167,9 @@ def test_members_that_came_before_any_with_a_view_are_asked_again() -> None:
     assert after.state == "gathering"
     nodes.come(after, [server(0)])
     assert only(after.on_message(worker(1), Heartbeat(0, {}), 1.0), worker(1)) == WhoAreYou()
-    nodes.come(after, [worker(0), worker(1), server(1)])
+    sends = nodes.come(after, [worker(0), worker(1), server(1)])
     assert after.epoch == 2
+    assert not sent(sends, Refused), "the worker has returned, and waits no more"
 
 
 def test_the_newest_view_counts() -> None:

@@ -180,6 +180,19 @@ def test_only_a_job_that_never_ran_is_asked_whether_it_joins(
     assert any("does CMD call zenps.init()?" in line for line in said) == is_asked
 
 
+def test_a_scheduler_that_waits_for_workers_to_join_again_hears_that_all_have_ended(
+    elastic: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(elastic, "_report_end", reported.append)
+    elastic.state = "draining"
+    for worker in elastic._processes:
+        assert not reported
+        worker.end(0)
+        elastic._turn()
+    assert reported == elastic._processes
+
+
 def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: Any) -> None:
     elastic._ask = lambda question: None
     elastic._processes[1].end(7)

@@ -1,11 +1,12 @@
 """Sparse allreduce algorithms: AGsparse, SparCML, hierarchical centralization. Pure.
 
-SparCML's algorithms: :mod:`zenps.schemes.sparcml`; hierarchical centralization and AGsparse: Zen, OSDI '25,
-§2.3. Keys are row numbers.
+SparCML's algorithms: :mod:`zenps.schemes.builtin.sparcml`; hierarchical centralization and AGsparse: Zen,
+OSDI '25, §2.3. Keys are row numbers.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -125,28 +126,39 @@ def sparcml(
 Combine = Callable[[Stream, Stream, Table], Stream]
 """Combines the streams of lower and of adjacent higher ranks; the table is that of the lower ranks."""
 
+Among = Callable[[int, int], Table]
+"""Returns the table that ranks ``[begin, end)`` have together."""
 
-def _doubled(group: Group, stream: Stream, among: Callable[[int, int], Table], combine: Combine) -> Stream:
-    """Recursive doubling: in stage t each rank swaps its stream with the rank 2^t away and combines both.
 
-    If the number of ranks is no power of two, the first ranks are folded in pairs: the even rank of a pair
-    sends its stream to the odd one before the first stage, and gets the result after the last.
+def _doubled(group: Group, stream: Stream, among: Among, combine: Combine) -> Stream:
+    """Recursive doubling among any number of ranks.
 
-    Args:
-        among: returns the table that ranks ``[begin, end)`` have together.
+    If it is no power of two, the first ranks are folded in pairs: the even rank of a pair sends its stream to
+    the odd one before the first stage, and gets the result after the last.
     """
-    nodes = 1 << (group.size.bit_length() - 1)
-    folded = group.size - nodes
-    # A node stands for the ranks from its own bound to the next; the last of these exchanges for it.
-    bounds = [2 * node if node < folded else node + folded for node in range(nodes + 1)]
-    own, everything = among(group.rank, group.rank + 1), among(0, group.size)
-    if group.rank < 2 * folded and group.rank % 2 == 0:
-        _swap(group, {group.rank + 1: _packed(stream, own)}, {})
-        return _swap(group, {}, {group.rank + 1: everything})[group.rank + 1]
-    if group.rank < 2 * folded:
-        before = among(group.rank - 1, group.rank)
-        stream = combine(_swap(group, {}, {group.rank - 1: before})[group.rank - 1], stream, before)
-    node = group.rank // 2 if group.rank < 2 * folded else group.rank - folded
+    rank, everything = group.rank, among(0, group.size)
+    folded = group.size - (1 << (group.size.bit_length() - 1))
+    if rank >= 2 * folded:
+        return _exchanged_in_stages(group, stream, among, combine, folded)
+    if rank % 2 == 0:
+        _send(group, rank + 1, stream, among(rank, rank + 1))
+        return _receive(group, rank + 1, everything)
+    before = among(rank - 1, rank)
+    stream = combine(_receive(group, rank - 1, before), stream, before)
+    stream = _exchanged_in_stages(group, stream, among, combine, folded)
+    _send(group, rank - 1, stream, everything)
+    return stream
+
+
+def _exchanged_in_stages(group: Group, stream: Stream, among: Among, combine: Combine, folded: int) -> Stream:
+    """In stage t each node swaps its stream with the node 2^t away and combines both.
+
+    A node is one of the ``folded`` pairs, for which its odd rank exchanges, or one of the other ranks.
+    """
+    nodes = group.size - folded
+    # A node's ranks are those from its own bound to the next.
+    bounds = [node + min(node, folded) for node in range(nodes + 1)]
+    node = bisect_right(bounds, group.rank) - 1
     for stage in range(nodes.bit_length() - 1):
         width = 1 << stage
         here, there = (first & -width for first in (node, node ^ width))
@@ -155,8 +167,6 @@ def _doubled(group: Group, stream: Stream, among: Callable[[int, int], Table], c
         received = _swap(group, {partner: _packed(stream, ours)}, {partner: theirs})[partner]
         # Both sides add the lower ranks first, so that both get the same bits.
         stream = combine(stream, received, ours) if here < there else combine(received, stream, theirs)
-    if group.rank < 2 * folded:
-        _swap(group, {group.rank - 1: _packed(stream, everything)}, {})
     return stream
 
 
@@ -200,6 +210,14 @@ def _swap(group: Group, outgoing: Mapping[int, _Packed], incoming: Mapping[int, 
         {rank: packed.frames for rank, packed in empty.items()},
     )
     return {rank: _unpacked(packed, incoming[rank]) for rank, packed in empty.items()}
+
+
+def _send(group: Group, rank: int, stream: Stream, table: Table) -> None:
+    _swap(group, {rank: _packed(stream, table)}, {})
+
+
+def _receive(group: Group, rank: int, table: Table) -> Stream:
+    return _swap(group, {}, {rank: table})[rank]
 
 
 def _empty(count: int, table: Table) -> _Packed:

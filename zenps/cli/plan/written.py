@@ -47,9 +47,9 @@ def check_writable(option: str, path: Path) -> None:
         ConfigError: it cannot, for an obvious reason; the error names ``option``.
     """
     folder, is_there = path.parent, os.access(path, os.F_OK)
-    into_it = is_there and not path.is_dir() and os.access(path, os.W_OK)
-    beside_others = not is_there and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
-    if not (into_it or beside_others):
+    may_overwrite = is_there and not path.is_dir() and os.access(path, os.W_OK)
+    may_create = not is_there and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    if not (may_overwrite or may_create):
         raise ConfigError(option, str(path), "a file that can be written, in a folder that exists")
 
 

@@ -1,0 +1,40 @@
+"""Expiry of open rounds: decides the end of one that has waited long enough, or can never be complete."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Literal
+
+from .states import ServerRound
+
+# How long a reopened round waits for the other ranks, which answer ``wanted`` every 5 s. If its push was only
+# a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
+REOPENED_SECONDS = 15.0
+# How long a resumed round waits for its first push. A rank that has given the round up answers ``resume`` by
+# ``give-up``; this limit is for lost messages. A later push opens the round again.
+RESUMED_SECONDS = 15.0
+
+
+def ending(
+    round_: ServerRound, peers: Set[int], passed: Set[int], age_seconds: float, deadline_seconds: float
+) -> Literal["nobody left", "given up", "deadline"] | None:
+    """Returns how a round ends now; None if it goes on waiting.
+
+    If a rank has ended this step and its push is missing, it got no reply, and the round fails. In a recovery
+    round it may have had its reply before: it is asked for its push instead, as long as any rank needs the
+    reply.
+
+    Args:
+        peers: the ranks that every round waits for.
+        passed: those of them that have ended this step (:meth:`.history.History.has_passed`).
+    """
+    if not round_.held:
+        is_wanted = peers - passed and age_seconds <= RESUMED_SECONDS
+        return None if is_wanted else "nobody left"
+    if round_.held.keys() <= passed:
+        return "nobody left"
+    if not round_.is_recovery and passed - round_.ranks:
+        return "given up"
+    if age_seconds > deadline_seconds:
+        return "deadline"
+    return "nobody left" if round_.is_reopened and age_seconds > REOPENED_SECONDS else None
