@@ -195,8 +195,7 @@ class ServerRounds:
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes, ranks)
         else:
-            has_pushes = any(open_.held for open_ in self._open.values())
-            fits = self._admission.make_room(held.whole_bytes, ranks, must=not has_pushes)
+            fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
         if not fits:
             given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
             if given_up:
@@ -322,6 +321,10 @@ class ServerRounds:
                     round_.forget_push(rank)
             actions += self._complete(round_, now) if round_.held else self._cancel(round_, now)
         return actions
+
+    def _has_pushes(self) -> bool:
+        """True if an open round has been pushed, so that what ends it makes room for others."""
+        return any(round_.held for round_ in self._open.values())
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────
 
