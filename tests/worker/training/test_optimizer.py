@@ -23,7 +23,7 @@ import zenps.horovod as hvd
 from zenps.config.settings import Config
 from zenps.errors import DeadlineError, MismatchError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
@@ -71,7 +71,7 @@ class FakeWorld(World):
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
         statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-        self._waiting = Waiting(Signal(), 20.0, statistics, Spans())
+        self._waiting = Waiting(Notifier(), 20.0, statistics, Spans())
 
     def stats(self) -> Stats:
         return Stats()
