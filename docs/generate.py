@@ -1,8 +1,8 @@
 """Writes from the code what can be: ``python docs/generate.py``.
 
 That is docs/configuration.md, docs/metrics.md, the modules in docs/architecture.md, and the diagrams in
-docs/protocol.md and docs/membership.md. A test compares the files with what this returns, so that they cannot
-fall behind.
+docs/protocol.md, docs/membership.md and docs/architecture.md. A test compares the files with what this
+returns, so that they cannot fall behind.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from zenps.scheduler.membership.states import JOB
 from zenps.server.rounds.states import ROUND as SERVER_ROUND
 from zenps.transitions import Transitions, diagram
 from zenps.worker.rounds.states import ROUND as WORKER_ROUND
+from zenps.worker.training.gradients.step_states import STEP
 
 CONFIGURATION = """\
 <!-- Written by docs/generate.py from zenps/config/settings.py. Do not edit. -->
@@ -82,6 +83,7 @@ Which ranks the others wait for, as a share of the time: `rate(zenps_late_second
 
 
 DIAGRAMS: dict[str, dict[str, Transitions[Any, Any]]] = {
+    "architecture.md": {"worker/training/gradients/step_states.py": STEP},
     "membership.md": {"scheduler/membership/states.py": JOB},
     "protocol.md": {"server/rounds/states.py": SERVER_ROUND, "worker/rounds/states.py": WORKER_ROUND},
 }
@@ -122,7 +124,7 @@ def diagrams(page: str) -> str:
 
 
 def architecture() -> str:
-    """docs/architecture.md as it is, with a table of modules between its marks."""
+    """docs/architecture.md as it is, with a table of modules and a diagram between its marks."""
     root = Path(__file__).resolve().parent.parent
     lines = []
     for top in ("zenps", "worker", "server", "scheduler"):
@@ -133,7 +135,7 @@ def architecture() -> str:
             lines += _table(
                 ["module", "what it is"], ([f"`{path.name}`", _summary(path)] for path in modules)
             )
-    return _filled(_page("architecture.md"), "the modules' docstrings", "\n" + "\n".join(lines))
+    return _filled(diagrams("architecture.md"), "the modules' docstrings", "\n" + "\n".join(lines))
 
 
 def _summary(module: Path) -> str:
@@ -261,10 +263,10 @@ def _table(columns: list[str], rows: Iterable[list[str]]) -> list[str]:
 
 
 FILES = {
+    **{page: partial(diagrams, page) for page in DIAGRAMS},
     "architecture.md": architecture,
     "configuration.md": configuration,
     "metrics.md": metrics,
-    **{page: partial(diagrams, page) for page in DIAGRAMS},
 }
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.backends.base import Backend, Session
 from zenps.worker.backends.servers import ServerBackend
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
@@ -50,7 +50,7 @@ class Everything(Backend):
 
     def begin(self, request: Request) -> Pending:
         self.begun.append(request.name)
-        waiting = Waiting(Signal(), 0.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+        waiting = Waiting(Notifier(), 0.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
         return Pending(request.name, request.options, SuppliedTransfer(), Progress(0), waiting)
 
     def close(self) -> None: ...

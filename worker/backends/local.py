@@ -10,7 +10,7 @@ from zenps.config.sources import kernel_threads
 from zenps.kernels.factory import make_kernels
 
 from ..core.memory import POOL_BYTES
-from ..core.pending import Pending, Signal, Waiting
+from ..core.pending import Notifier, Pending, Waiting
 from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Progress, Statistics
@@ -31,7 +31,7 @@ class LocalBackend(Backend):
 
     def __init__(self, config: Config, statistics: Statistics) -> None:
         self._kernels = make_kernels(BufferPool(POOL_BYTES), config.kernels.backend, kernel_threads(config))
-        self._waiting = Waiting(Signal(), 0.0, statistics, Spans())
+        self._waiting = Waiting(Notifier(), 0.0, statistics, Spans())
 
     def begin(self, request: Request) -> Pending:
         """Copies a dense tensor; coalesces a sparse one, on the CPU in order of occurrence."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zenps.errors import MismatchError, ZenPSError
 
-from ..core.pending import LeftError, Pending, Signal, in_flight
+from ..core.pending import LeftError, Notifier, Pending, in_flight
 from ..core.request import Request
 from .base import Session
 from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
@@ -65,7 +65,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._session = session
         self._servers = servers
         self._rank, self._size = session.rank, session.size
-        self._signal = Signal()
+        self._notifier = Notifier()
         """Wakes callers when their results are there."""
         self._threads: Sequence[threading.Thread] = ()
         self._news = threading.Condition()
@@ -168,7 +168,7 @@ class NegotiatedRounds(ABC, Generic[R]):
             round_.pending.fail(result)
         else:
             round_.pending.complete(result)
-        self._signal.notify()
+        self._notifier.notify()
 
     def _process_negotiation(self, round_: R) -> None:
         """Processes the result of a negotiation that has ended."""

@@ -52,7 +52,7 @@ class Waiter(ABC):
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
 
 
-class Signal(Waiter):
+class Notifier(Waiter):
     """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ class Pending:
                     case ZenPSError():
                         return answer
             except Exception as error:  # noqa: BLE001
-                return self._told(error)
+                return self._error_of(error)
             begin = time.perf_counter()
             self._worked_seconds += begin - got
         if self._unabsorbed > 0 and transfer.absorbs_on == "caller":
@@ -313,7 +313,7 @@ class Pending:
                 for convert in self._conversions:
                     result = convert(result)
         except Exception as error:  # noqa: BLE001
-            return self._told(error)
+            return self._error_of(error)
         self._worked_seconds += time.perf_counter() - got
         self.report = transfer.report(progress)
         statistics.record(self.report, progress, waited, self._worked_seconds, self.counted)
@@ -326,7 +326,7 @@ class Pending:
             if span:
                 span.note(tensor=self.name, **answer.details())
 
-    def _told(self, error: Exception) -> Exception:
+    def _error_of(self, error: Exception) -> Exception:
         return device_error(f"tensor {self.name!r}", error) if isinstance(error, RuntimeError) else error
 
     def _has_news(self) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
+from zenps.kernels.cpu import as_items
 from zenps.wire.blocks import decode_blocks, encode_blocks
 
 from ..core.statistics import Progress, Report
@@ -48,9 +49,9 @@ class BlockTransfer(Transfer):
         self._plan = plan
         self._shardings = list(shardings)
         held, values = found or _find_blocks(tensor, plan, pool)
-        self._values = _items(values)
+        self._values = as_items(values)
         self._pulled = pool.empty((plan.blocks, plan.block), tensor.dtype).zero_()
-        self._sums = _items(self._pulled)
+        self._sums = as_items(self._pulled)
         self._streams, self._firsts = [], []
         for number in range(plan.streams):
             start, stop = plan.bounds(number)
@@ -115,7 +116,7 @@ def _find_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> tuple[NDArray[
     table = _as_blocks(tensor, plan, pool)
     held = np.flatnonzero(_not_zero(table))
     values = pool.empty((len(held), plan.block), tensor.dtype)
-    np.take(_items(table), held, out=_items(values), mode="clip")
+    np.take(as_items(table), held, out=as_items(values), mode="clip")
     return held, values
 
 
@@ -140,9 +141,3 @@ def _not_zero(table: Tensor) -> NDArray[np.bool_]:
     united: NDArray[np.unsignedinteger[Any]] = np.bitwise_or.reduce(bits.view(f"u{width}"), axis=1)
     is_zero: NDArray[np.bool_] = united & united.dtype.type(mask) == 0
     return ~is_zero
-
-
-def _items(table: Tensor) -> NDArray[np.void]:
-    """Returns a contiguous ``[n, block]`` table as ``n`` opaque items, each of which NumPy copies at once."""
-    array = table.view(torch.uint8).numpy()
-    return array.view(f"V{array.shape[1]}").reshape(len(array))

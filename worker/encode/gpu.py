@@ -193,7 +193,7 @@ class StagedSparse(Staged, OneRound):
         words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given, size)
         with gpu.pushing.current():
             scratch = torch.empty(words, dtype=torch.int64, device=gpu.device)
-            header = Header(stops, self._told(1 + len(stops)), scratch)
+            header = Header(stops, self._results(1 + len(stops)), scratch)
             positions, values = self._positions(header.scratch)
             if in_bitmap:
                 rows = bitmap_rows(gpu.launcher, positions, values, size, header)
@@ -210,28 +210,28 @@ class StagedSparse(Staged, OneRound):
             positions, values = self._positions()
         while True:
             with gpu.pushing.current():
-                bounds, told = self._layout.server_bounds, self._told(6)
-                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory, told)
+                bounds, results = self._layout.server_bounds, self._results(6)
+                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory, results)
             yield gpu.pushing.mark()
-            self._check_inside(told)
-            self._hashed_rows += told[2:].numpy()
-            if not int(told[-1]):
+            self._check_inside(results)
+            self._hashed_rows += results[2:].numpy()
+            if not int(results[-1]):
                 break
             kept.memory = kept.memory.doubled()
-        offsets = self._told(len(stops))
+        offsets = self._results(len(stops))
         with gpu.pushing.current():
-            rows = sort_hashed(gpu.launcher, hashed, values, int(told[1]), stops, offsets)
+            rows = sort_hashed(gpu.launcher, hashed, values, int(results[1]), stops, offsets)
         yield gpu.pushing.mark()
         return rows, offsets.tolist()
 
-    def _told(self, words: int) -> Tensor:
+    def _results(self, words: int) -> Tensor:
         """Returns zeroed pinned host memory that kernels write their results to: int64 ``[words]``."""
-        told = self._accelerator.pinned.empty((words,), torch.int64)
-        told.numpy()[:] = 0
-        return told
+        results = self._accelerator.pinned.empty((words,), torch.int64)
+        results.numpy()[:] = 0
+        return results
 
-    def _check_inside(self, told: Tensor) -> None:
-        if int(told[0]):
+    def _check_inside(self, results: Tensor) -> None:
+        if int(results[0]):
             raise TensorError(f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them")
 
     def _positions(self, cleared: Tensor | None = None) -> tuple[Tensor, Tensor]:

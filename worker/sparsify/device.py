@@ -60,36 +60,34 @@ class DeviceGradient(Gradient):
             for begin, end in self.exact:
                 self.residual[begin:end] = gradient[begin:end]
             indices = self.gpu.to_host(self._with_exact(found.indices))
-        return self._unique(indices)[0]
+        return self._sorted(indices)[0]
 
     def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        gradient = self._following(tensor)
-        with self._enqueued(self.gpu.pushing):
+        gradient, gpu = self._following(tensor), self.gpu
+        with self._enqueued(gpu.pushing):
             found = self._find(gradient)
-            pushed = found.values.to(self.dtype)
-            left = (found.values - pushed).nan_to_num_(0, 0, 0)
+            pushed, rounding = self._rounded(found.values)
             exact = [gradient[begin:end] for begin, end in self.exact]
-            is_finite = torch.cat([*exact, found.values]).isfinite().all()
+            all_finite = torch.cat([*exact, found.values]).isfinite().all()
             taken = self._with_exact(found.indices)
-            indices = self.gpu.to_host(taken)
-            values = self.gpu.to_host(torch.cat([*exact, pushed]))
-            told = self.gpu.to_host(is_finite)
-        indices, first = self._unique(indices)
-        if first is not None:
-            values = values[first]
-        self._clean_up(taken, told, found.indices, left)
+            indices = gpu.to_host(taken)
+            values = gpu.to_host(torch.cat([*exact, pushed]))
+            is_finite = gpu.to_host(all_finite)
+        indices, origin = self._sorted(indices)
+        if origin is not None:
+            values = values[origin]
+        self._remove(taken, is_finite, found.indices, rounding)
         return indices, values
 
     def take(self, indices: Tensor) -> Tensor:
         residual, gpu = self.residual, self.gpu
         with self._enqueued(gpu.pulling):
-            there = indices.to(gpu.device)
-            values = residual[there]
-            pushed = values.to(self.dtype)
-            left = (values - pushed).nan_to_num_(0, 0, 0)
-            taken, told = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
-        self._clean_up(there, told, there, left)
-        return taken
+            taken = indices.to(gpu.device)
+            values = residual[taken]
+            pushed, rounding = self._rounded(values)
+            on_host, is_finite = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
+        self._remove(taken, is_finite, taken, rounding)
+        return on_host
 
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
         with self._enqueued(self.gpu.pulling):
@@ -143,85 +141,94 @@ class DeviceGradient(Gradient):
             bounds = selection.bounds(len(sums.residual))
         most = selection.most
         thresholds = selection.thresholds()
-        indices, values = self._above(sums, next(thresholds), bounds, most or 0)
+        found = self._above(sums, next(thresholds), bounds, most or 0)
         for threshold in thresholds:
-            if len(indices) >= selection.least:
+            if len(found.indices) >= selection.least:
                 break
-            indices, values = self._above(Sums(sums.residual, None), threshold, bounds, most or 0)
-        if most is not None and len(indices) > most:
-            chosen = greatest(values, most)
-            indices, values = indices[chosen], values[chosen]
-        return Found(indices, values)
+            found = self._above(Sums(sums.residual, None), threshold, bounds, most or 0)
+        if most is not None and len(found.indices) > most:
+            chosen = greatest(found.values, most)
+            return Found(found.indices[chosen], found.values[chosen])
+        return found
 
     def _sums(self, gradient: Tensor) -> Sums:
         """Returns gradient and residual without the exact elements, which the sparsifier must not choose."""
         residual, size = self.residual, len(self.residual)
-        added: Tensor | None = gradient
-        if self.feedback.added_step == self.step.number:  # an earlier push of this step has failed
-            added = None
-        elif type(self.sparsifier).accumulate is not Sparsifier.accumulate:
-            with blaming(self.sparsifier, "accumulate or select"):
-                self.sparsifier.accumulate(residual, gradient)
-            self._note_added()
-            added = None
+        rest = self._yet_to_add(gradient)
         for begin, end in self.exact:
             residual[begin:end] = 0
         if len(self.exact) == 1 and self.exact[0][1] == size:  # those of a bucket, which need no copy
             size = self.exact[0][0]
-        elif self.exact and added is not None:
-            added = added.clone()
+        elif self.exact and rest is not None:
+            rest = rest.clone()
             for begin, end in self.exact:
-                added[begin:end] = 0
-        return Sums(residual[:size], None if added is None else added[:size])
+                rest[begin:end] = 0
+        return Sums(residual[:size], None if rest is None else rest[:size])
+
+    def _yet_to_add(self, gradient: Tensor) -> Tensor | None:
+        """Returns the gradient if the kernel adds it to the residual; None if the residual has it already."""
+        if self.feedback.added_step == self.step.number:  # an earlier push of this step has failed
+            return None
+        if type(self.sparsifier).accumulate is Sparsifier.accumulate:
+            return gradient
+        with blaming(self.sparsifier, "accumulate or select"):
+            self.sparsifier.accumulate(self.residual, gradient)
+        self._note_added()
+        return None
 
     def _note_added(self) -> None:
         self.feedback.added_step = self.step.number
 
-    def _above(
-        self, sums: Sums, threshold: float | Tensor, bounds: tuple[int, int], most: int
-    ) -> tuple[Tensor, Tensor]:
-        """Returns indices and values of the sums of a magnitude of at least ``threshold``."""
+    def _above(self, sums: Sums, threshold: float | Tensor, bounds: tuple[int, int], most: int) -> Found:
+        """Returns the sums within ``bounds`` of a magnitude of at least ``threshold``."""
         launcher, (start, stop) = self.gpu.launcher, bounds
-        room = min(stop - start, FEW + max((stop - start) // PART, SURPLUS * most))
-        rows = threshold_compact(launcher, *sums, threshold, bounds, room, on_added=self._note_added)
-        told = self.gpu.to_host(rows.count)
+        capacity = min(stop - start, FEW + max((stop - start) // PART, SURPLUS * most))
+        rows = threshold_compact(launcher, *sums, threshold, bounds, capacity, on_added=self._note_added)
+        on_host = self.gpu.to_host(rows.count)
         self.gpu.wait_for(self.gpu.pushing.mark())
-        count = int(told)
-        if count <= room:
-            return rows.positions[:count], rows.values[:count, 0]
-        rest = int(rows.positions[-1]) + 1, stop  # in order, so the others lie behind
-        more = threshold_compact(launcher, sums.residual, None, threshold, rest, count - room)
-        return torch.cat([rows.positions, more.positions]), torch.cat([rows.values, more.values])[:, 0]
+        count = int(on_host)
+        if count <= capacity:
+            return Found(rows.positions[:count], rows.values[:count, 0])
+        behind = int(rows.positions[-1]) + 1, stop  # in order, so the others lie there
+        more = threshold_compact(launcher, sums.residual, None, threshold, behind, count - capacity)
+        indices = torch.cat([rows.positions, more.positions])
+        return Found(indices, torch.cat([rows.values, more.values])[:, 0])
+
+    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the values in the gradient's dtype, and the rounding errors, which stay in the residual."""
+        pushed = values.to(self.dtype)
+        return pushed, (values - pushed).nan_to_num_(0, 0, 0)
 
     def _with_exact(self, indices: Tensor) -> Tensor:
         exact = [torch.arange(*bounds, device=indices.device) for bounds in self.exact]
         return torch.cat([*exact, indices]) if exact else indices
 
-    def _unique(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Sorts the indices of :meth:`_with_exact`, drops duplicates, and returns where each index came from.
+    def _sorted(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Returns the indices of :meth:`_with_exact`, ascending and unique, and at which place each was; None
+        if they were in order.
 
         If too few elements are not zero, the sparsifier may have selected exact elements, which are zeros to
         it. Of two equal indices the first is kept, and exact ones come first.
         """
         if not self.exact:
             return indices, None
-        ascending, first = np.unique(indices.numpy(), return_index=True)
-        return torch.from_numpy(ascending), torch.from_numpy(first)
+        ascending, origin = np.unique(indices.numpy(), return_index=True)
+        return torch.from_numpy(ascending), torch.from_numpy(origin)
 
-    def _clean_up(self, taken: Tensor, is_finite: Tensor, where: Tensor, left: Tensor) -> None:
-        """Ends a selection as on the CPU.
+    def _remove(self, taken: Tensor, is_finite: Tensor, selected: Tensor, rounding: Tensor) -> None:
+        """Removes what is pushed from the residual, as on the CPU.
 
-        Elements leave the residual at the very end: if anything fails before, they are pushed next time.
+        That is the very end of a selection: if anything fails before, the elements are pushed next time.
 
         Args:
             taken: the indices of all pushed elements.
             is_finite: on the host: whether all pushed elements are finite.
-            where: the indices of the pushed elements that are not exact.
-            left: their rounding errors, which stay in the residual.
+            selected: the indices of the pushed elements that are not exact.
+            rounding: their rounding errors, which stay in the residual.
         """
         with self._enqueued(self.gpu.pulling):
             if not bool(is_finite):
                 self.residual.nan_to_num_(0, 0, 0)
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
-            self.residual[where] = left
+            self.residual[selected] = rounding

@@ -70,6 +70,7 @@ class Sparsification:
         self._config = config
         self._rank, self._world = rank, world
         self._statistics = statistics
+        # Not the planner's: a selection waits for all work of its stream, and would wait for others' copies.
         self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
@@ -198,33 +199,41 @@ class Sparsification:
         }
 
     def _feedback_of(self, request: Request, step: int, device: torch.device) -> Feedback:
+        """Returns the tensor's residual and sparsifier, with what was loaded or shared for them."""
         tensor, name, options = request
         assert options.residuals is not None
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         feedback = options.residuals.feedback(name, tensor.numel(), dtype, device)
-        shared = None
-        if not step:
+        is_new = feedback.sparsifier is None
+        if is_new:
+            self._check_known(name)
+        # Steps count from 0 again when workers join. Then all ranks know the same: what is shared or nothing.
+        if is_new or (step == 0 and self.kind.exchange == "agreed"):
+            feedback.sparsifier, feedback.counts = self._new_sparsifier(request), None
+        if step == 0:
             feedback.first_step = 0
             shared = self._shared.pop(name, None)
-        # Steps count from 0 again when workers join. Then all ranks know the same: what is shared or nothing.
-        if feedback.sparsifier is None or (not step and self.kind.exchange == "agreed"):
-            if feedback.sparsifier is None and self._loaded and without_turn(name) not in self._known:
-                known = listing(sorted(self._known))
-                raise UsageError(
-                    f"sparsifier state: expected one of tensor {name!r}, got {known}; optimizers are "
-                    "numbered in the order in which they are wrapped after zenps.init(): wrap as many before "
-                    "as in the saved job, or resume after shutdown() and init()"
-                )
-            config, place = self._config, options.pusher or (self._rank, self._world)
-            seed, settings = config.sync.seed, config.sparsifier
-            task = Task(name, tensor.numel(), *place, seed, settings, options.momentum)
-            feedback.sparsifier, feedback.counts = self.kind(task), None
-        if shared is not None and shared["elements"] == tensor.numel():
-            feedback.adopt(shared)
+            if shared is not None and shared["elements"] == tensor.numel():
+                feedback.adopt(shared)
         if (state := self._loaded.pop(name, None)) is not None:
             feedback.load_state_dict(name, state, step)
         self._feedback[name] = feedback
         return feedback
+
+    def _check_known(self, name: str) -> None:
+        """Raises a UsageError for a tensor that a loaded state does not have."""
+        if self._loaded and without_turn(name) not in self._known:
+            raise UsageError(
+                f"sparsifier state: expected one of tensor {name!r}, got {listing(sorted(self._known))}; "
+                "optimizers are numbered in the order in which they are wrapped after zenps.init(): wrap as "
+                "many before as in the saved job, or resume after shutdown() and init()"
+            )
+
+    def _new_sparsifier(self, request: Request) -> Sparsifier:
+        tensor, name, options = request
+        place = options.pusher or (self._rank, self._world)
+        seed, settings = self._config.sync.seed, self._config.sparsifier
+        return self.kind(Task(name, tensor.numel(), *place, seed, settings, options.momentum))
 
 
 class Sparsified(Transform):

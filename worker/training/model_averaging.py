@@ -45,6 +45,8 @@ class ModelAveraging(Consistency):
     ) -> None:
         super().__init__()
         self._optimizer = optimizer
+        self._is_checked = False
+        """Whether this rank's gradients are ready for the step."""
         self._parameters = set(parameters.values())
         self._name = PROCESS.new_prefix("model")
         averaged = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
@@ -59,6 +61,10 @@ class ModelAveraging(Consistency):
             )
         ]
         _living[next(_numbers)] = self
+
+    @property
+    def is_synchronized(self) -> bool:
+        return self._is_checked
 
     @property
     def is_periodic(self) -> bool:
@@ -83,7 +89,10 @@ class ModelAveraging(Consistency):
                         f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient: expected a "
                         "dense one, because sync.consistency = ds-sync averages whole models; use bsp or ssp"
                     )
-        self.is_synchronized = True
+        self._is_checked = True
+
+    def consume(self) -> None:
+        self._is_checked = False
 
     def after_step(self) -> None:
         step = self.step

@@ -141,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
-        self._consistency.is_synchronized = False
+        self._consistency.consume()
         self._apply()
         return result
 
@@ -222,7 +222,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Throws the step away as :meth:`zero_grad` does, but leaves gradients as they are."""
         if self._consistency.drop():
             self._apply()
-        self._consistency.is_synchronized = False
+        self._consistency.consume()
 
     # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
 

@@ -75,7 +75,7 @@ class CpuKernels(Kernels):
         elif merged.numel():
             values = torch.cat([values for _, values in parts], out=self._pool.empty(shape, dtype))
             # With mode "clip" NumPy writes to `out` at once; with "raise" it writes to a copy first.
-            np.take(_as_items(values), order, out=_as_items(merged), mode="clip")
+            np.take(as_items(values), order, out=as_items(merged), mode="clip")
         return torch.from_numpy(sorted_keys), merged
 
     def _sum_by_key(self, keys: Tensor, values: Tensor) -> Rows:
@@ -163,11 +163,11 @@ def _sort(keys: Indices) -> tuple[Indices, Indices]:
 def put_rows(source: Tensor, rows: Indices, out: Tensor) -> None:
     """``out[rows] = source``: contiguous tables ``[n, columns]`` and ``[m, columns]`` of one dtype."""
     if source.shape[1]:
-        _as_items(out)[rows] = _as_items(source)
+        as_items(out)[rows] = as_items(source)
 
 
-def _as_items(table: Tensor) -> NDArray[np.generic]:
-    """A contiguous ``[n, columns]`` table as ``n`` opaque items, which NumPy copies as blocks."""
+def as_items(table: Tensor) -> NDArray[np.generic]:
+    """Returns a contiguous ``[n, columns]`` table as ``n`` opaque items: NumPy copies each at once."""
     array = table.view(torch.uint8).numpy()  # NumPy has no bfloat16
     row_bytes = array.shape[1]
     item = f"u{row_bytes}" if row_bytes in (1, 2, 4, 8) else f"V{row_bytes}"

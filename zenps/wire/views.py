@@ -21,17 +21,12 @@ _decoder = msgspec.msgpack.Decoder(View)
 
 
 class ViewEncoder:
-    """Encodes views of one job, each for many receivers.
-
-    Attributes:
-        encoded_bytes: the bytes of all frames that were encoded so far.
-    """
+    """Encodes views of one job, each for many receivers."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._shared: deque[tuple[View, bytes]] = deque(maxlen=2)
         """The last views with their frames: one for servers and one for workers."""
-        self.encoded_bytes = 0
 
     def encode(self, view: View) -> tuple[bytes, bytes]:
         """Returns the envelope for the view's receiver, and the frame that follows it."""
@@ -39,10 +34,7 @@ class ViewEncoder:
         if not frame:
             frame = _encoder.encode(msgspec.structs.replace(view, rank=0))
             self._shared.append((view, frame))
-            self.encoded_bytes += len(frame)
-        envelope = encode(self._job, SharedView(view.rank), [memoryview(frame)])
-        self.encoded_bytes += len(envelope)
-        return envelope, frame
+        return encode(self._job, SharedView(view.rank), [memoryview(frame)]), frame
 
 
 def _is_alike(view: View, other: View) -> bool:

@@ -19,7 +19,7 @@ from zenps.worker.backends.auto import AutoBackend
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.peers.backend import PeerBackend
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
@@ -77,7 +77,7 @@ def test_name_is_free_once_its_answer_has_come() -> None:
     """Also if the handle is lost, so that no thread waits for the answer."""
     metrics, spans = WorkerMetrics(CollectorRegistry()), Spans()
     statistics = Statistics(metrics)
-    servers = Servers(Waiting(Signal(), 0.1, statistics, spans))
+    servers = Servers(Waiting(Notifier(), 0.1, statistics, spans))
     session = Session(Config(), Held(), Unused(), statistics, metrics, spans)
     backend = AutoBackend(session, scheme_of("auto").candidates, servers, Nobody())
     request = Request(TABLE, "t", Options())

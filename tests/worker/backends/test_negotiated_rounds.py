@@ -18,7 +18,7 @@ from zenps.worker.backends.base import Session
 from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
 from zenps.worker.backends.negotiation import Entry, entry_of, parse_entries, table_of
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
@@ -78,11 +78,11 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
         metrics, spans = WorkerMetrics(self.registry), Spans()
         statistics = Statistics(metrics)
         self.lease, self.channel = TwoWorkers(), Silent()
-        self.servers = Servers(Waiting(Signal(), 0.1, statistics, spans))
+        self.servers = Servers(Waiting(Notifier(), 0.1, statistics, spans))
         self.shut_down = 0
         session = Session(Config(), self.lease, self.channel, statistics, metrics, spans)
         super().__init__(session, self.servers)
-        self._waiting = Waiting(self._signal, 0.1, statistics, spans)
+        self._waiting = Waiting(self._notifier, 0.1, statistics, spans)
 
     @property
     def said(self) -> list[tuple[str, list[Entry]]]:

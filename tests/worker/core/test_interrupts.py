@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zenps.worker.core.interrupts import MASK
-from zenps.worker.core.pending import Signal
+from zenps.worker.core.pending import Notifier
 from zenps.worker.transport.lock import CombiningLock
 
 pytestmark = pytest.mark.usefixtures("interruptible")
@@ -118,8 +118,8 @@ def press_raises() -> None:
         press()
 
 
-def wait_of_a_signal() -> None:
-    Signal().wait(lambda: False, time.monotonic() + 0.01)
+def wait_for_a_notifier() -> None:
+    Notifier().wait(lambda: False, time.monotonic() + 0.01)
 
 
 def wait_for_a_lock_that_is_taken() -> None:
@@ -132,7 +132,7 @@ def wait_for_a_lock_that_is_taken() -> None:
         lock.close()
 
 
-@pytest.mark.parametrize("wait", [wait_of_a_signal, wait_for_a_lock_that_is_taken])
+@pytest.mark.parametrize("wait", [wait_for_a_notifier, wait_for_a_lock_that_is_taken])
 def test_a_wait_may_be_interrupted_at_any_line(wait: Callable[[], None]) -> None:
     """The interrupt is what is raised, not that a lock was lost to it."""
     for number in itertools.count():

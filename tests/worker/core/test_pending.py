@@ -16,7 +16,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
-from zenps.worker.core.pending import Pending, Signal, Waiter, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiter, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
@@ -407,8 +407,8 @@ def test_an_answer_to_streams_that_is_wrong_is_the_drivers_to_report() -> None:
 
 
 @pytest.fixture
-def signal() -> Signal:
-    return Signal()
+def notifier() -> Notifier:
+    return Notifier()
 
 
 def after(seconds: float, call: Callable[[], object]) -> threading.Timer:
@@ -418,8 +418,8 @@ def after(seconds: float, call: Callable[[], object]) -> threading.Timer:
     return timer
 
 
-def test_a_result_that_is_brought_wakes_all_who_wait(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(), signal)
+def test_a_result_that_is_brought_wakes_all_who_wait(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(), notifier)
     assert not pending.begin()
     assert not pending.done()
     results: list[Tensor] = []
@@ -428,19 +428,19 @@ def test_a_result_that_is_brought_wakes_all_who_wait(signal: Signal) -> None:
         thread.start()
     result = torch.ones(3)
     pending.complete(result)
-    signal.notify()
+    notifier.notify()
     for thread in threads:
         thread.join(20)
     assert [each is result for each in results] == [True] * 3
     assert pending.done()
 
 
-def test_an_error_that_is_brought_is_raised_by_every_wait(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(), signal)
+def test_an_error_that_is_brought_is_raised_by_every_wait(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(), notifier)
 
     def fail() -> None:
         pending.fail(DeadlineError("gone"))
-        signal.notify()
+        notifier.notify()
 
     after(0.05, fail)
     for _ in range(2):
@@ -451,8 +451,8 @@ def test_an_error_that_is_brought_is_raised_by_every_wait(signal: Signal) -> Non
         pending.wait()
 
 
-def test_of_results_and_errors_the_first_counts(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(), signal)
+def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(), notifier)
     first = torch.ones(3)
     pending.complete(first)
     pending.complete(torch.zeros(3))
@@ -462,8 +462,8 @@ def test_of_results_and_errors_the_first_counts(signal: Signal) -> None:
     assert pending.wait() is first
 
 
-def test_what_nobody_brings_ends_at_the_deadline(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(), signal, 0.05)
+def test_what_nobody_brings_ends_at_the_deadline(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(), notifier, 0.05)
     begin = time.monotonic()
     with pytest.raises(DeadlineError, match=r"tensor 'a': no answer within 0\.05 s"):
         pending.wait()
@@ -473,31 +473,31 @@ def test_what_nobody_brings_ends_at_the_deadline(signal: Signal) -> None:
         pending.wait()
 
 
-def test_what_is_there_already_takes_no_time(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(torch.ones(3)), signal, 0.0)
+def test_what_is_there_already_takes_no_time(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(torch.ones(3)), notifier, 0.0)
     pending.progress.ended = True
     assert pending.done()
     assert pending.wait().tolist() == [1.0] * 3
 
 
-def test_news_that_ended_nothing_wake_nobody(signal: Signal) -> None:
-    """All results of a thread share its signal."""
-    pending = make_pending(SuppliedTransfer(), signal)
+def test_news_that_ended_nothing_wake_nobody(notifier: Notifier) -> None:
+    """All results of a thread share its notifier."""
+    pending = make_pending(SuppliedTransfer(), notifier)
     for seconds in (0.01, 0.02, 0.03):
-        after(seconds, signal.notify)
+        after(seconds, notifier.notify)
 
     def bring() -> None:
         pending.complete(torch.ones(3))
-        signal.notify()
+        notifier.notify()
 
     after(0.1, bring)
     assert pending.wait().tolist() == [1.0] * 3
 
 
-def test_a_signal_waits_for_ever_if_it_has_to(signal: Signal) -> None:
+def test_a_notifier_waits_for_ever_if_it_has_to(notifier: Notifier) -> None:
     answers: Iterator[bool] = iter([False, True])
-    after(0.02, signal.notify)
-    signal.wait(lambda: next(answers), float("inf"))
+    after(0.02, notifier.notify)
+    notifier.wait(lambda: next(answers), float("inf"))
 
 
 # ── transforms and statistics ───────────────────────────────────────────────────────────────────
@@ -516,19 +516,19 @@ class Add(Transform):
         return result * 10 + self._summand
 
 
-def test_transforms_are_undone_in_reverse_order(signal: Signal) -> None:
-    pending = make_pending(SuppliedTransfer(), signal, transforms=(Add(1), Add(2)))
+def test_transforms_are_undone_in_reverse_order(notifier: Notifier) -> None:
+    pending = make_pending(SuppliedTransfer(), notifier, transforms=(Add(1), Add(2)))
     pending.complete(torch.zeros(1))
     assert pending.wait().tolist() == [21.0]
     assert pending.wait().tolist() == [21.0]
 
 
-def test_a_result_that_cannot_be_undone_is_an_error_of_every_wait(signal: Signal) -> None:
+def test_a_result_that_cannot_be_undone_is_an_error_of_every_wait(notifier: Notifier) -> None:
     class Refuses(Add):
         def undo(self, result: Tensor) -> Tensor:
             raise ProtocolError("payload", "elements that make no whole rows")
 
-    pending = make_pending(SuppliedTransfer(), signal, transforms=(Refuses(1),))
+    pending = make_pending(SuppliedTransfer(), notifier, transforms=(Refuses(1),))
     pending.complete(torch.zeros(1))
     for _ in range(2):
         with pytest.raises(ProtocolError, match="no whole rows"):
@@ -583,7 +583,7 @@ class FinishedOnce(Count):
 
 
 def test_an_interrupt_while_a_transform_is_undone_loses_no_result() -> None:
-    pending = begun(make_pending(FinishedOnce(), Signal(), transforms=[InterruptedOnce()]))
+    pending = begun(make_pending(FinishedOnce(), Notifier(), transforms=[InterruptedOnce()]))
     for chunk in range(CHUNKS):
         pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
     with pytest.raises(KeyboardInterrupt):
@@ -605,7 +605,7 @@ class WithChunks(Count):
 
 
 def test_an_interrupt_while_an_answer_is_absorbed_gives_no_incomplete_result() -> None:
-    pending = make_pending(WithChunks(), Signal())
+    pending = make_pending(WithChunks(), Notifier())
     pending.begin()
     for chunk in range(CHUNKS):
         pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
@@ -626,7 +626,7 @@ class Pressed(WithChunks):
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_answers_are_absorbed_waits_until_they_are() -> None:
-    pending = make_pending(Pressed(), Signal())
+    pending = make_pending(Pressed(), Notifier())
     pending.begin()
     for chunk in range(CHUNKS):
         pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
@@ -637,7 +637,7 @@ def test_ctrl_c_while_answers_are_absorbed_waits_until_they_are() -> None:
 
 
 def test_an_answer_that_an_interrupt_has_kept_from_coming_is_missed() -> None:
-    pending = make_pending(WithChunks(), Signal())
+    pending = make_pending(WithChunks(), Notifier())
     pending.begin()
     pending.deliver(answer(2), last=True)
     with pytest.raises(UsageError, match=r"an interrupt has lost 2 answer\(s\)"):

@@ -44,7 +44,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import DTYPES
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
@@ -424,7 +424,7 @@ def test_device_that_fails_fails_its_round_alone() -> None:
     full.pushing = Full()
     steps, submitted = Steps(WorkerMetrics(CollectorRegistry()).steps), Submitted()
     queue = SubmitQueue(cast(Channel, submitted), steps, Spans())
-    waiting = Waiting(Signal(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    waiting = Waiting(Notifier(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
     progress = steps.begin("weight", 1)
     pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, full), progress, waiting)
     queue.submit(pending)

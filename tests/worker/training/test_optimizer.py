@@ -21,9 +21,9 @@ import zenps as zps
 import zenps.byteps as bps
 import zenps.horovod as hvd
 from zenps.config.settings import Config
-from zenps.errors import DeadlineError, TensorError, UsageError, ZenPSError
+from zenps.errors import DeadlineError, MismatchError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics, Stats
@@ -71,7 +71,7 @@ class FakeWorld(World):
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
         statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-        self._waiting = Waiting(Signal(), 20.0, statistics, Spans())
+        self._waiting = Waiting(Notifier(), 20.0, statistics, Spans())
 
     def stats(self) -> Stats:
         return Stats()
@@ -651,6 +651,35 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+def test_backward_after_synchronize_makes_step_average_again(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    before = world.pushed.copy()
+    model.loss().backward()
+    optimizer.synchronize()
+    model.loss().backward()
+    optimizer.step()
+    assert set(names_pushed(world, before).values()) == {2}
+    assert world.waited == world.pushed
+
+
+def test_a_step_that_ranks_do_not_drop_together_does_not_count_as_thrown_away(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """Those that take it have not counted it, and would refuse the next push."""
+
+    def disagree(is_dropped: bool) -> None:
+        raise MismatchError("rank 0 drops a step, rank 1 takes it")
+
+    model.loss().backward()
+    with optimizer.announcing(disagree), pytest.raises(MismatchError, match="rank 1 takes it"):
+        optimizer.zero_grad()
+    assert world.waited == world.pushed
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert not any("thrown away" in request.options.given for request in world.requests.values())
+
+
 def leave_out_by_scaler(model: Model, optimizer: zps.DistributedOptimizer) -> None:
     scale_and_step(model, optimizer, float("inf"))
 
@@ -770,6 +799,25 @@ def test_new_parameter_with_the_name_of_another_is_refused(world: FakeWorld, mod
     with pytest.raises(UsageError, match=r"two parameters have the name 'last.bias'"):
         optimizer.step()
     assert world.pushed == pushed
+
+
+def test_a_second_synchronize_that_is_refused_leaves_nothing_to_step_with(
+    world: FakeWorld, model: Model
+) -> None:
+    """Other ranks may have pushed in it: they wait for what ``zero_grad()`` pushes."""
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.named_parameters(), lr=0.1))
+    before = state_of(model)
+    model.loss().backward()
+    optimizer.synchronize()
+    model.last.bias.requires_grad_(False)
+    optimizer.add_param_group({"params": [("last.bias", nn.Parameter(torch.ones(1)))]})
+    for refused in (optimizer.synchronize, optimizer.step):
+        with pytest.raises(UsageError, match=r"the name 'last.bias'.*zero_grad\(\) ends this step"):
+            refused()
+    pushed = world.pushed.copy()
+    optimizer.zero_grad()
+    assert set(names_pushed(world, pushed).values()) == {1}
+    assert all(torch.equal(before[name], each) for name, each in state_of(model).items())
 
 
 def test_table_that_is_tied_to_a_dense_layer_later_has_a_dense_average(

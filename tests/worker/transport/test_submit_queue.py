@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.pending import Pending, Signal, Waiting
+from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Report, Statistics
@@ -80,7 +80,7 @@ class Queue:
         self.steps = Steps(metrics.steps)
         self.channel = Submitted()
         self.queue = SubmitQueue(self.channel, self.steps, Spans())
-        self._waiting = Waiting(Signal(), 0.0, Statistics(metrics), Spans())
+        self._waiting = Waiting(Notifier(), 0.0, Statistics(metrics), Spans())
 
     @property
     def pushed(self) -> list[str]:

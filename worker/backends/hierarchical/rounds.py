@@ -57,7 +57,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         super().__init__(session, host.servers)
         self._arena = host.arena
         timeout_seconds = session.timeout_seconds + MAX_SECONDS
-        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._pool = BufferPool(POOL_BYTES)
         config = session.config
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))

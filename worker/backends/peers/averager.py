@@ -14,7 +14,7 @@ from torch import Tensor
 from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
 from zenps.observe import log
 
-from ...core.pending import LeftError, Pending, Signal, Waiting
+from ...core.pending import LeftError, Notifier, Pending, Waiting
 from ...core.request import Options
 from ...core.statistics import Progress, Report
 from ...core.transfer import SuppliedTransfer, dense_bytes
@@ -67,9 +67,9 @@ class GroupAverager:
         self._cycle = cycle
         self._failure: ZenPSError | None = None
         self._current: Pending | None = None
-        self._signal = Signal()
+        self._notifier = Notifier()
         timeout_seconds = session.config.cluster.patience_seconds
-        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
         self._thread.start()
@@ -135,7 +135,7 @@ class GroupAverager:
             self._group.abort()
         if self._current is not None:
             self._current.fail(self._failure)
-        self._signal.notify()
+        self._notifier.notify()
 
     # ── the averager's thread ───────────────────────────────────────────────────────────────────
 
@@ -174,4 +174,4 @@ class GroupAverager:
         metrics.pull_bytes.total += transfer.received_bytes
         self._session.statistics.note_group(members, averaged.relative)
         pending.complete(transfer.tensors[0])
-        self._signal.notify()
+        self._notifier.notify()

@@ -50,7 +50,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         super().__init__(session, servers)
         self._group = group
         timeout_seconds = session.timeout_seconds + MAX_SECONDS
-        self._waiting = Waiting(self._signal, timeout_seconds, session.statistics, session.spans)
+        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._negotiated: dict[int, PeerRound] = {}
         """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this."""
         self._threads = [threading.Thread(target=self._run, name="zenps-peers", daemon=True)]

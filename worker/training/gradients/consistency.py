@@ -13,7 +13,6 @@ class Consistency(ABC):
     """What an optimizer does before and after each step.
 
     Attributes:
-        is_synchronized: whether gradients are ready for the step, and backward has not run since.
         step: the number of the step whose gradients backward computes.
         applied: the number of the step whose gradients are applied.
         staleness: how many steps later than they are computed gradients are applied.
@@ -21,12 +20,16 @@ class Consistency(ABC):
         announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
     """
 
-    is_synchronized = False
     step = 0
     applied = 0
     staleness = 0
     accumulates = False
     announce: Callable[[bool], None] | None = None
+
+    @property
+    @abstractmethod
+    def is_synchronized(self) -> bool:
+        """Whether gradients are ready for the step, and backward has not run since."""
 
     @property
     def sparsified(self) -> AbstractSet[Parameter]:
@@ -51,6 +54,10 @@ class Consistency(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Makes the gradients those to step with."""
+
+    @abstractmethod
+    def consume(self) -> None:
+        """Called when gradients are applied or left out: they are ready for no further step."""
 
     @abstractmethod
     def after_step(self) -> None:

@@ -29,6 +29,7 @@ from .consistency import Consistency
 from .passes import BackwardPasses
 from .pushes import GradientPushes, clip_norm
 from .snapshot import Snapshot, first_changed
+from .step_states import STEP, SYNCHRONIZED, StepEvent, StepState
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -81,17 +82,11 @@ class GradientSynchronizer(Consistency):
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, names.trained())
         self._pushes = GradientPushes(self._agreement, self._prefix, average, momentum)
-        self._is_synchronized = False
+        self._state: StepState = "open"
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
-        self._has_rest = False
-        """Whether residuals have kept a part of the gradients whose averages were taken last."""
-        self._is_refused = False
-        """Whether an error of backward or of :meth:`synchronize` has ended this step before its averages."""
         self._earlier: deque[Averages] = deque()
         """Of the ``staleness`` steps before, oldest first."""
-        self._is_agreed = True
-        """False if the ranks have announced different things for the step that ends."""
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         self._watch(self._agreement.names)
@@ -100,16 +95,18 @@ class GradientSynchronizer(Consistency):
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
+    def _advance(self, event: StepEvent) -> None:
+        self._state = STEP[self._state][event]
+
     @property
     def is_synchronized(self) -> bool:
+        if self._state not in SYNCHRONIZED:
+            return False
         # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
-        return self._is_synchronized and not (
-            self._averaged and all(_is_cleared(parameter.grad) for parameter in self._averaged)
-        )
+        return not (self._averaged and all(_is_cleared(parameter.grad) for parameter in self._averaged))
 
-    @is_synchronized.setter
-    def is_synchronized(self, is_synchronized: bool) -> None:
-        self._is_synchronized = is_synchronized
+    def consume(self) -> None:
+        self._advance("consumed")
 
     @property
     def is_periodic(self) -> bool:
@@ -156,9 +153,9 @@ class GradientSynchronizer(Consistency):
             return
         self._check_gradients()
         self._add_parameters()
-        self._end_step()
+        taken = self._end_step()
         self._averaged = [each for each in self._agreement.names if each.grad is not None]
-        self.is_synchronized = True
+        self._advance("averaged in part" if taken is not None and taken.partial else "averaged")
 
     def _add_parameters(self) -> None:
         known = self._agreement.names
@@ -206,28 +203,27 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
         """
-        if self._is_synchronized and self._has_rest:
-            self._has_rest = False  # the next call ends the step
+        if self._state == "partial":
+            self._advance("warned")
             raise UsageError(
                 "gradients were quantized or sparsified: expected step() after synchronize(), got "
                 "zero_grad(), but what residuals have kept of them is pushed with the next ones; another "
                 "zero_grad() ends this step all the same"
             )
-        if self._is_refused:
-            self._pushes.averages.is_dropped = True
-            return self._end_step() and self.staleness > 0
+        if self._state == "refused":
+            return self._drop_all()
         if not self.has_run_backward:
             return False
         try:
             for owner in self._pushes.averages.handles:
                 self._pushes.check_without_residual(owner, "zero_grad()")
         except UsageError:
-            self._is_refused = True
+            self._advance("refused")
             raise
         # Decided by what all ranks know, not by this rank's pushes: others may have used other parameters.
         if self._pushes_early and self._agreement.is_known:
             return self.drop_together()
-        self._begin_step()
+        self._close_step()
         self._passes.end_step()
         for bucket in self._agreement.buckets:
             bucket.waiting_for = set(bucket.parameters)
@@ -239,53 +235,54 @@ class GradientSynchronizer(Consistency):
         return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
+        return self._drop_all(by_all_ranks=True)
+
+    def _drop_all(self, *, by_all_ranks: bool = False) -> bool:
         self._pushes.averages.is_dropped = True
-        drops = self._pushes.drops + 1
-        try:
-            return self._end_step(all_drop=True) and self.staleness > 0
-        finally:
-            if self._is_agreed:
-                self._pushes.drops = drops
+        taken = self._end_step(by_all_ranks)
+        return taken is not None and self.staleness > 0
 
     def follow(self) -> None:
         self._end_step()
 
-    def _begin_step(self) -> None:
-        self._is_refused = False
+    def _close_step(self) -> None:
+        self._advance("ended")
         self._computed.clear()
 
-    def _end_step(self, all_drop: bool = False) -> bool:
-        """Pushes what backward has not pushed; returns whether the averages of a step are there."""
-        self._begin_step()
+    def _end_step(self, all_drop: bool = False) -> Averages | None:
+        """Pushes what backward has not pushed; takes and returns the averages that are due, if any."""
+        self._close_step()
+        disagreement: ZenPSError | None = None
         error: ZenPSError | None = None
         try:
-            error = self._announce(all_drop)
+            disagreement = self._announce(all_drop)
             self._pushes.push_rest()
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
             self._pushes.averages.is_dropped = True
-            error = error or device_error("gradients of this step", raised)
+            error = device_error("gradients of this step", raised)
         finally:
             self._pushes.outdated.clear()
             self._passes.end_step()
+            if all_drop and disagreement is None:
+                self._pushes.drops += 1
         self._earlier.append(self._pushes.end_step())
         PROCESS.world.note_staleness(min(len(self._earlier), self.staleness))
-        is_due = len(self._earlier) > self.staleness
-        self._take(self._earlier.popleft() if is_due else Averages())
-        if error is not None:
+        due = self._earlier.popleft() if len(self._earlier) > self.staleness else None
+        self._take(due or Averages())
+        if (first := disagreement or error) is not None:
             with self._forgetting():
-                raise error
-        return is_due
+                raise first
+        return due
 
     def _announce(self, all_drop: bool) -> ZenPSError | None:
         """Tells the other ranks what this one does; returns why they do not agree. They push all the same."""
-        self._is_agreed = True
         if self.announce is not None:
             try:
                 self.announce(all_drop)
             except ZenPSError as error:
-                self._pushes.averages.is_dropped, self._is_agreed = True, False
+                self._pushes.averages.is_dropped = True
                 return error
         return None
 
@@ -294,7 +291,6 @@ class GradientSynchronizer(Consistency):
             for parameter in self._agreement.names:
                 parameter.grad = None
         self.applied = self.step - 1 - len(self._earlier)
-        self._has_rest = bool(averages.partial)
         with self._forgetting():
             averages.take()
 
@@ -313,15 +309,15 @@ class GradientSynchronizer(Consistency):
         assert isinstance(parameter, Parameter)
         if not (PROCESS.has_world and PROCESS.world.is_distributed):
             return
-        self.is_synchronized = False
+        self._advance("gradient")
         try:
             with self._forgetting():
                 self._count_pass(parameter)
         except ZenPSError:
-            self._is_refused = True
+            self._advance("refused")
             raise
         except RuntimeError as error:
-            self._is_refused = True
+            self._advance("refused")
             name = self._agreement.names[parameter]
             raise TensorError(f"gradient of {name!r}: {error}; zero_grad() ends this step") from error
 
@@ -350,7 +346,7 @@ class GradientSynchronizer(Consistency):
         try:
             changed = first_changed(self._computed)
         except RuntimeError as error:
-            self._is_refused = True
+            self._advance("refused")
             raise TensorError(f"gradients of this step: {error}; zero_grad() ends this step") from error
         if changed is not None:
             name = self._agreement.names[changed]
@@ -360,7 +356,7 @@ class GradientSynchronizer(Consistency):
             )
 
     def _refuse(self, reason: str) -> UsageError:
-        self._is_refused = True
+        self._advance("refused")
         return UsageError(f"{reason}; zero_grad() ends this step")
 
 

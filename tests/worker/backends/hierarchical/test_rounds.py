@@ -26,7 +26,7 @@ from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
 from zenps.worker.backends.hierarchical.rounds import HostRounds, HostSession
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import LeftError, Pending, Signal, Waiting
+from zenps.worker.core.pending import LeftError, Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
@@ -148,7 +148,7 @@ class Host:
     def _session(self, rank: int, hosts: Sequence[str], meeting: Meeting) -> HostSession:
         metrics, spans = WorkerMetrics(CollectorRegistry()), Spans()
         statistics = Statistics(metrics)
-        servers = Servers(rank, meeting, Waiting(Signal(), DEADLINE_SECONDS, statistics, spans))
+        servers = Servers(rank, meeting, Waiting(Notifier(), DEADLINE_SECONDS, statistics, spans))
         session = Session(Config(), Held(rank, hosts), Silent(), statistics, metrics, spans)
         return HostSession(session, servers, self.arenas[rank])
 

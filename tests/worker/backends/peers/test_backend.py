@@ -18,7 +18,7 @@ from zenps.sparsifiers.base import Sparsifier, Step
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.peers import backend
 from zenps.worker.backends.peers.backend import PeerBackend
-from zenps.worker.core.pending import Signal, Waiting
+from zenps.worker.core.pending import Notifier, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
@@ -52,7 +52,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> PeerBackend:
     statistics = Statistics(metrics)
     sparsification = make_sparsification(config, 1, statistics)
     session = Session(config, TwoWorkers(), Silent(), statistics, metrics, spans, sparsification)
-    servers = Servers(Waiting(Signal(), 0.1, statistics, spans))
+    servers = Servers(Waiting(Notifier(), 0.1, statistics, spans))
     return PeerBackend(session, scheme_of("agsparse"), servers)
 
 
