@@ -2,7 +2,8 @@
 
 All ways of a case take turns on the same tensors, and must give the same bits before they are timed. Their
 floor is a memcpy that reads and writes as many bytes as the kernel does. ``cold`` cases find nothing in the
-caches: memory larger than all of them is written before each call.
+caches: memory larger than all of them is written before each call. In the others, each way is called several
+times in a row, and the last call is timed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ HERE = Path(__file__).resolve().parent
 WIDTHS = (1, 16, 64, 256, 1024)
 COLD_BYTES = 64 << 20
 """Values of a cold case, except where a million rows have fewer."""
+
+WARM_CALLS = 5
+"""After the call of another way it takes three to five calls until their times no longer fall."""
 
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 MIN_FLUSHED_BYTES, MAX_FLUSHED_BYTES = 64 << 20, 1 << 30
@@ -224,14 +228,15 @@ def by_turns(
 ) -> dict[str, list[float]]:
     """The times of each call, in seconds; the first turn of each warms up.
 
-    Without ``flush``, a turn is two calls, of which the second is timed: it finds in the caches what the
-    first has left, as in a training.
+    Without ``flush``, a call is timed that comes after others of the same way, so that it finds in the caches
+    what they have left there.
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(turns + 1):
         for name, call in calls.items():
             if flush is None:
-                call()  # so that no other way has emptied the caches
+                for _ in range(WARM_CALLS):
+                    call()
             else:
                 flush.add_(1)
             begin = time.perf_counter()
