@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Iterator
+
+import pytest
 
 from tests.scheduler.nodes import confirm, make_membership, register, server, worker
 from zenps.scheduler.membership.tracker import Membership
@@ -11,6 +15,14 @@ from zenps.wire.views import ViewEncoder
 
 WORKERS, SERVERS = 1024, 256
 MAX_SECONDS, MAX_BYTES = 0.3, 10_000_000
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    """It would look at all objects of this process, most of which are other tests'."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def gathered(workers: int, servers: int) -> Membership:
