@@ -80,6 +80,7 @@ class Dispatcher:
             frames: the envelope, and what follows it.
         """
         peer = public_part(route)
+        self._rounds.hold_back(self._replies.is_any_behind())
         try:
             actions = self._handle(peer, route, frames)
         except ProtocolError as error:
@@ -139,6 +140,11 @@ class Dispatcher:
                 return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]
         return []
 
+    def tick(self, now: float) -> None:
+        """Lets the rounds see that time passes."""
+        self._rounds.hold_back(self._replies.is_any_behind())
+        self.execute(self._rounds.on_tick(now))
+
     # ── actions ─────────────────────────────────────────────────────────────────────────────────
 
     def execute(self, actions: Sequence[Action]) -> None:
@@ -166,4 +172,5 @@ class Dispatcher:
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
         self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
         log.here.step = reducer.step(push)
+        self._rounds.hold_back(self._replies.is_any_behind())
         return self._rounds.finish(round_.key, outcome, end_ns / 1e9)

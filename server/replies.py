@@ -106,6 +106,10 @@ class ReplySender:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)
 
+    def is_any_behind(self) -> bool:
+        """True while a worker has more answers to take than may wait for it."""
+        return self._send_queue.is_any_full()
+
     def drop_stalled(self) -> None:
         """Drops the peers that have taken nothing for long, and holds nobody back for them any more."""
         for route, reason in self._send_queue.look().items():

@@ -99,7 +99,7 @@ class _Service:
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
         # A worker that computes reads nothing, and what was sent to it may be all that the budget admits.
         send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
-        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds, send_queue.is_any_full)
+        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
         self._replies = ReplySender(
             cluster.job,
@@ -160,7 +160,7 @@ class _Service:
                 if self._link.is_beat_due(now):
                     self._link.beat(now, self._epoch, self._load(), self._late())
                 self._link.check(now)
-                self._dispatcher.execute(self._rounds.on_tick(now))
+                self._dispatcher.tick(now)
                 self._authenticator.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))

@@ -17,7 +17,7 @@ their own. It takes them, or is dropped before long; then the refused rounds ope
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Literal
 
 from zenps.errors import ProtocolError
@@ -34,8 +34,6 @@ WITH_ALLOWANCE = 2
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
 MAX_REFUSED = 65536
 
-Predicate = Callable[[], bool]
-
 
 class Admission:
     """Which rounds may open.
@@ -43,17 +41,17 @@ class Admission:
     Args:
         budget_bytes: what may be held before new rounds are refused.
         history: forgets outcomes to make room.
-        is_held_back: True while a worker has too many answers to take.
 
     Attributes:
         open_bytes: what is reserved for open rounds.
+        is_held_back: True while a worker has too many answers to take.
     """
 
-    def __init__(self, budget_bytes: int, history: History, is_held_back: Predicate = bool) -> None:
+    def __init__(self, budget_bytes: int, history: History) -> None:
         self.budget_bytes = budget_bytes
         self.open_bytes = 0
         self._history = history
-        self._is_held_back = is_held_back
+        self.is_held_back = False
         self._refused: OrderedDict[Key, ServerRound] = OrderedDict()
         self._refusals: Counter[int] = Counter()
         self._refused_recoveries: defaultdict[int, OrderedDict[Key, ServerRound]] = defaultdict(OrderedDict)
@@ -88,7 +86,7 @@ class Admission:
             ranks: how many ranks will push.
             must: the round has to open whether it fits or not, unless rounds are held back.
         """
-        if self._is_held_back():
+        if self.is_held_back:
             return False
         max_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
         if self.used_bytes <= max_bytes:

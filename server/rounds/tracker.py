@@ -17,7 +17,7 @@ from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import FailedRound, Outcome
-from .admission import Admission, Predicate
+from .admission import Admission
 from .expiry import ending
 from .history import History
 from .states import (
@@ -43,10 +43,9 @@ class ServerRounds:
     Args:
         budget_bytes: what may be held before new rounds are refused.
         deadline_seconds: how long an open round waits for its last push; may be infinite.
-        is_held_back: True while a worker has too many answers to take; no round opens then.
     """
 
-    def __init__(self, budget_bytes: int, deadline_seconds: float, is_held_back: Predicate = bool) -> None:
+    def __init__(self, budget_bytes: int, deadline_seconds: float) -> None:
         self._deadline_seconds = deadline_seconds
         self._epoch = 0
         self._peers: dict[int, bytes] = {}
@@ -55,7 +54,7 @@ class ServerRounds:
         """Elastic: ranks that were there when this ring began, and that the others continue without."""
         self._open: dict[Key, ServerRound] = {}
         self._history = History()
-        self._admission = Admission(budget_bytes, self._history, is_held_back)
+        self._admission = Admission(budget_bytes, self._history)
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -101,6 +100,10 @@ class ServerRounds:
         self._history.clear()
         self._admission.clear()
         return []
+
+    def hold_back(self, is_held_back: bool) -> None:
+        """Opens no round, from now on, while a worker has too many answers to take."""
+        self._admission.is_held_back = is_held_back
 
     def on_push(self, held: HeldPush, now: float) -> Actions:
         """Takes a push whose frames have been checked.

@@ -13,7 +13,7 @@ from zenps.server.dispatch import Dispatcher
 from zenps.server.reducers.registry import make_reducers
 from zenps.server.rounds.states import HeldPush, Reply
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import Push
+from zenps.wire.messages import Busy, Push, Resume
 
 PEER = b"worker-0"
 
@@ -35,29 +35,58 @@ class Replies:
 
     def __init__(self, rounds: ServerRounds) -> None:
         self.rounds = rounds
+        self.is_behind = False
         self.sent: list[tuple[Reply, int]] = []
+
+    def is_any_behind(self) -> bool:
+        return self.is_behind
 
     def send(self, reply: Reply) -> None:
         self.sent.append((reply, self.rounds.open_rounds))
 
 
-def test_a_round_is_answered_before_its_end_is_booked() -> None:
-    """The workers wait for the answer, and for nothing that the server does after it."""
-    rounds, memory = ServerRounds(1 << 20, 30.0), OwnMemory()
+def rounds_of_one() -> ServerRounds:
+    rounds = ServerRounds(1 << 20, 30.0)
     rounds.on_view(1, {0: PEER}, {}, 0.0)
-    replies: Any = Replies(rounds)
+    return rounds
+
+
+def make_dispatcher(rounds: ServerRounds, replies: Any, counters: ServerMetrics) -> Dispatcher:
+    memory: Any = OwnMemory()
     anything: Any = None
-    counters = ServerMetrics(CollectorRegistry())
-    shared: Any = memory
-    dispatcher = Dispatcher(Config(), anything, anything, rounds, shared, replies, counters, OFF)
+    return Dispatcher(Config(), anything, anything, rounds, memory, replies, counters, OFF)
+
+
+def push_of_ones() -> HeldPush:
     values = np.ones(4, np.float32)
     push = Push(1, 0, "t", 0, 0, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
-    payload = make_reducers(memory, 1 << 20)["dense"].read(push, [memoryview(b""), values.data.cast("B")])
+    payload = make_reducers(OwnMemory(), 1 << 20)["dense"].read(
+        push, [memoryview(b""), values.data.cast("B")]
+    )
+    return HeldPush(PEER, push, payload, payload.size_bytes)
 
-    dispatcher.execute(rounds.on_push(HeldPush(PEER, push, payload, payload.size_bytes), 0.0))
+
+def test_a_round_is_answered_before_its_end_is_booked() -> None:
+    """The workers wait for the answer, and for nothing that the server does after it."""
+    rounds = rounds_of_one()
+    replies, counters = Replies(rounds), ServerMetrics(CollectorRegistry())
+
+    make_dispatcher(rounds, replies, counters).execute(rounds.on_push(push_of_ones(), 0.0))
 
     ((reply, open_then),) = replies.sent
     assert (list(reply.peers), open_then) == ([PEER], 1)
-    assert bytes(reply.frames[-1]) == values.tobytes()
+    assert bytes(reply.frames[-1]) == np.ones(4, np.float32).tobytes()
     assert rounds.open_rounds == 0
     assert counters.aggregation_duration.count == 1
+
+
+def test_a_round_waits_while_a_worker_has_too_much_to_take() -> None:
+    rounds = rounds_of_one()
+    replies = Replies(rounds)
+    dispatcher = make_dispatcher(rounds, replies, ServerMetrics(CollectorRegistry()))
+    replies.is_behind = True
+    dispatcher.tick(0.0)
+    assert rounds.on_push(push_of_ones(), 0.0) == [Reply([PEER], Busy(1, "t", 0, 0))]
+    replies.is_behind = False
+    dispatcher.tick(0.5)
+    assert [reply.message for reply, _ in replies.sent] == [Resume(1, "t", 0, 0)]

@@ -699,12 +699,11 @@ def test_a_round_that_all_who_have_pushed_it_give_up_makes_room() -> None:
 
 
 def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
-    is_full = False
-    rounds = ServerRounds(1 << 30, math.inf, lambda: is_full)
+    rounds = ServerRounds(1 << 30, math.inf)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     first, second, wanted = (Key(name, 0, 0) for name in ("first", "second", "wanted"))
     assert rounds.on_push(make_held(0, first), 0.0) == []
-    is_full = True
+    rounds.hold_back(True)
     for rank in range(2):
         busy = [Reply([peer_of(rank)], Busy(1, *second))]
         assert rounds.on_push(make_held(rank, second), 0.0) == busy
@@ -716,7 +715,7 @@ def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
     finish(rounds, wanted, FixedOutcome(wanted))
     assert rounds.on_tick(1.0) == []
     assert rounds.open_rounds == 0
-    is_full = False
+    rounds.hold_back(False)
     assert rounds.on_tick(2.0) == [Reply([peer_of(0), peer_of(1)], Resume(1, *second))]
     assert rounds.on_push(make_held(0, second), 2.0) == []
     assert isinstance(rounds.on_push(make_held(1, second), 2.0)[0], Reduce)
