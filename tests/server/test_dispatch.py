@@ -90,3 +90,11 @@ def test_a_round_waits_while_a_worker_has_too_much_to_take() -> None:
     replies.is_behind = False
     dispatcher.tick(0.5)
     assert [reply.message for reply, _ in replies.sent] == [Resume(1, "t", 0, 0)]
+
+
+def test_it_is_asked_at_each_message_whether_a_worker_has_too_much_to_take() -> None:
+    rounds = rounds_of_one()
+    replies = Replies(rounds)
+    replies.is_behind = True
+    make_dispatcher(rounds, replies, ServerMetrics(CollectorRegistry())).receive(bytes(20), 3, [])  # refused
+    assert rounds.on_push(push_of_ones(), 0.0) == [Reply([PEER], Busy(1, "t", 0, 0))]
