@@ -44,10 +44,6 @@ FREE = {
 }  # fmt: skip
 """ATen operations that start nothing on a device."""
 
-SORT_LAUNCHES, SORT_INDEX_BYTES = 3, 8
-"""torch.sort numbers the keys, counts digits, sums the counts, and has a launch for each digit of 8 bits."""
-
-
 class Cost(NamedTuple):
     """What one launch costs on the whole sample; ``instructions`` are 0 where they are not known."""
 
@@ -81,9 +77,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func.overloadpacket.__name__
         result = func(*args, **(kwargs or {}))
-        if name == "sort":
-            self._costs.append(sort_cost(args[0]))
-        elif name not in FREE:
+        if name not in FREE:
             moved = sum(each.nbytes for each in _tensors((args, kwargs, result)))
             self._costs.append(Cost(f"torch.{name}", 0, moved))
         return result
@@ -94,16 +88,6 @@ def _tensors(value: Any) -> list[Tensor]:
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def sort_cost(keys: Tensor) -> Cost:
-    """The cost of ``torch.sort``: CUB's radix sort of keys and int64 indices, by digits of 8 bits.
-
-    Source: Adinets and Merrill, "Onesweep: A Faster Least Significant Digit Radix Sort for GPUs", 2022.
-    """
-    digits, pair_bytes = keys.itemsize, keys.itemsize + SORT_INDEX_BYTES
-    moved = keys.numel() * (SORT_INDEX_BYTES + keys.itemsize + digits * 2 * pair_bytes)
-    return Cost("torch.sort", 0, moved, SORT_LAUNCHES + digits)
 
 
 class Entry(NamedTuple):

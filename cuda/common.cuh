@@ -38,6 +38,11 @@ __device__ inline void store_relaxed(Word* address, Word value) {
     __atomic_store_n(address, value, __ATOMIC_RELAXED);
 }
 
+__device__ inline uint32 load_acquire(const uint32* address) {
+    host_preempt();
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+}
+
 __device__ inline uint32 add_acq_rel(uint32* address, uint32 value) {
     host_preempt();
     return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
@@ -84,6 +89,13 @@ __device__ __forceinline__ void store_relaxed(uint32* address, uint32 value) {
 
 __device__ __forceinline__ void store_relaxed(uint64* address, uint64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+
+// Orders memory: what others had written before they added what is read here is seen from now on.
+__device__ __forceinline__ uint32 load_acquire(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
 }
 
 // Orders memory: what this thread, or before a barrier its block, has written is seen by who adds next.

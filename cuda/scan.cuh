@@ -53,15 +53,17 @@ constexpr uint64 TOTAL_READY = 1ull << 62;   // the tile's own sum
 constexpr uint64 PREFIX_READY = 2ull << 62;  // the sum of the tile and all before it
 constexpr uint64 SUM_MASK = TOTAL_READY - 1;
 
-// The next tile that nobody has taken; valid in every thread of the block.
-__device__ inline int64 take_tile(ScanState* state) {
-    SHARED_ARRAY(int64, tile, 1);
-    if (threadIdx.x == 0) *tile = int64(atomicAdd(&state->tickets, 1ull));
+// The next number that no block has taken; valid in every thread of the block.
+__device__ inline int64 take_ticket(uint64* tickets) {
+    SHARED_ARRAY(int64, ticket, 1);
+    if (threadIdx.x == 0) *ticket = int64(atomicAdd(tickets, 1ull));
     __syncthreads();
-    const int64 taken = *tile;
+    const int64 taken = *ticket;
     __syncthreads();
     return taken;
 }
+
+__device__ inline int64 take_tile(ScanState* state) { return take_ticket(&state->tickets); }
 
 // The sum over all tiles before `tile`. Called by the first warp of the block, all lanes; valid in each.
 __device__ inline uint64 look_back(ScanState* state, int64 tile, uint64 total) {

@@ -7,13 +7,13 @@ constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
 constexpr int ITEMS = 4;      // zenps.kernels.gpu.scatter.ITEMS
 
 // out[i] = values[order[i]], for rows of `words` words.
-template <typename Word>
-__global__ void gather_rows(const Word* values, const int64* order, int64 count, int64 words, Word* out) {
+template <typename Word, typename Index>
+__global__ void gather_rows(const Word* values, const Index* order, int64 count, int64 words, Word* out) {
     const int64 first = int64(blockIdx.x) * (THREADS * ITEMS) + threadIdx.x;
     Word word[ITEMS];
     for (int item = 0; item < ITEMS; ++item) {
         const Cell cell = cell_of(first + item * THREADS, words);
-        if (cell.row < count) word[item] = values[order[cell.row] * words + cell.pack];
+        if (cell.row < count) word[item] = values[int64(order[cell.row]) * words + cell.pack];
     }
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * THREADS;

@@ -1,7 +1,8 @@
 // Compaction by sorting: sums the rows of equal positions. The default: robust under any skew.
 //
-// Pipeline, after a stable sort of the positions (radix_sort.cu):
-//   find_segments   heads of runs of equal positions, numbered in one pass by look-back
+// Pipeline:
+//   sort_segments   a stable sort of the positions (radix_sort.cuh) and, as a last stage, the heads of runs of equal
+//                   positions, numbered in one pass by look-back
 //   reduce_runs     sums the runs in chunks of CHUNK sorted rows; a run that crosses a chunk's edge leaves
 //                   partial sums, at most two for each chunk, which the last block to end goes on with
 //
@@ -17,11 +18,7 @@
 // Source: fixed chunks that may divide runs are the load balance of Merrill and Garland, "Merge-based
 // Parallel Sparse Matrix-Vector Multiplication", SC 2016, without its search.
 #include "packs.cuh"
-#include "scan.cuh"
-
-constexpr int THREADS = 256;  // zenps.kernels.gpu.launcher.BLOCK
-constexpr int ITEMS = 8;      // positions of a thread
-constexpr int64 SEGMENT_TILE = THREADS * ITEMS;  // zenps.kernels.gpu.sort_compact.SEGMENT_TILE
+#include "radix_sort.cuh"
 
 constexpr int64 CHUNK = 64;  // rows that one thread adds up; zenps.kernels.gpu.sort_compact.CHUNK
 constexpr int64 FAMILY = CHUNK / 2;  // chunks whose partial sums are a chunk of the next level
@@ -29,20 +26,32 @@ constexpr int BATCH = 8;     // rows that it loads at once
 constexpr int PART_BATCH = 4;  // partial sums, which are few: with 8 the kernel takes 102 registers, not 96
 constexpr int32 NONE = -1;   // the segment of a slot that holds no partial sum
 
-// segments[i] = the number of different positions before the i-th sorted one, unique[segments[i]] = that
-// position, *unique_count = the number of different positions, offsets[c] = the number of those below cuts[c],
-// which ascend. A whole block takes part; each warp goes over WARP * ITEMS positions in order, so that all loads
-// and stores are coalesced.
+// The runs of equal positions, called segments. `count` sorted positions give
+//   segments[i] = the number of different positions before the i-th,
+//   unique[segments[i]] = that position, *unique_count = the number of different positions,
+//   offsets[c] = the number of those below cuts[c], which ascend.
 template <typename Position>
-__global__ void find_segments(ScanState* state, const Position* sorted, int64 count, Position* unique,
-                              int32* segments, int64* unique_count, const int64* cuts, int64 cut_count,
-                              int64* offsets) {
-    const int64 tile = take_tile(state);
+struct Runs {
+    ScanState* state;
+    Position* unique;
+    int32* segments;
+    int64* unique_count;
+    const int64* cuts;
+    int64 cut_count;
+    int64* offsets;
+};
+
+// A whole block takes part; each warp goes over WARP * ITEMS positions in order, so that all loads and stores are
+// coalesced.
+template <typename Position>
+__device__ void find_segments(const Runs<Position>& runs, const Position* sorted, int64 count, int64 tile) {
+    constexpr int ITEMS = RadixSort<Position>::ITEMS, TILE = RadixSort<Position>::TILE;
     const uint32 warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const int64 first = tile * SEGMENT_TILE + warp * (WARP * ITEMS) + lane;
+    const int64 first = tile * TILE + warp * (WARP * ITEMS) + lane;
     Position position[ITEMS];
     uint32 heads[ITEMS];  // of the warp: a bit for each lane whose position opens a run
     uint32 warp_heads = 0;
+    #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * WARP;
         position[item] = i < count ? sorted[i] : 0;
@@ -53,28 +62,42 @@ __global__ void find_segments(ScanState* state, const Position* sorted, int64 co
     // Only the last lane holds the warp's sum, so it counts for later warps alone.
     uint32 tile_heads;
     const uint32 warps_before = block_exclusive_sum<THREADS>(lane == WARP - 1 ? warp_heads : 0, tile_heads);
-    const int64 before = tiles_before(state, tile, tile_heads);
+    const int64 before = tiles_before(runs.state, tile, tile_heads);
     int64 next = before + warps_before;
     const uint32 lanes_until = (2u << lane) - 1;  // this one and those before it
+    #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int64 i = first + item * WARP;
         const int64 segment = next + __popc(heads[item] & lanes_until) - 1;
-        if (i < count) segments[i] = int32(segment);
-        if (heads[item] >> lane & 1u) unique[segment] = position[item];
+        if (i < count) runs.segments[i] = int32(segment);
+        if (heads[item] >> lane & 1u) runs.unique[segment] = position[item];
         next += __popc(heads[item]);
     }
-    const int64 begin = tile * SEGMENT_TILE, end = min_of(begin + SEGMENT_TILE, count);
-    if (threadIdx.x == 0 && end == count) *unique_count = before + tile_heads;
+    const int64 begin = tile * TILE, end = min_of(begin + TILE, count);
+    if (threadIdx.x == 0 && end == count) *runs.unique_count = before + tile_heads;
 
     // The cuts that lie behind the tile before and not behind this one, or behind all.
-    const int64 first_cut = begin ? upper_bound(cuts, cut_count, sorted[begin - 1]) : 0;
-    const int64 last_cut = end < count ? upper_bound(cuts, cut_count, sorted[end - 1]) : cut_count;
+    const int64 first_cut = begin ? upper_bound(runs.cuts, runs.cut_count, sorted[begin - 1]) : 0;
+    const int64 last_cut = end < count ? upper_bound(runs.cuts, runs.cut_count, sorted[end - 1]) : runs.cut_count;
     if (first_cut == last_cut) return;
     __syncthreads();  // the tile's segments are there
     for (int64 cut = first_cut + threadIdx.x; cut < last_cut; cut += THREADS) {
-        const int64 i = begin + lower_bound(sorted + begin, end - begin, cuts[cut]);
-        offsets[cut] = i < end ? segments[i] : before + tile_heads;
+        const int64 i = begin + lower_bound(sorted + begin, end - begin, runs.cuts[cut]);
+        runs.offsets[cut] = i < end ? runs.segments[i] : before + tile_heads;
     }
+}
+
+// Sorts positions and finds their runs.
+template <typename Position>
+__global__ void sort_segments(Stages* stages, const __grid_constant__ RadixSort<Position> sort,
+                              const __grid_constant__ Runs<Position> runs) {
+    run_stages(stages, sort.tiles, 2 + sort.passes, [&](uint32 stage, int64 tile) {
+        if (stage <= sort.passes) {
+            sort_tile(sort, stage, tile);
+        } else {
+            find_segments(runs, sort.result(), sort.count, tile);
+        }
+    });
 }
 
 template <int SIZE>

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_model import DOCS, RESULTS, evaluate, sort_cost, with_table
+from benchmarks.kernel_model import DOCS, RESULTS, evaluate, with_table
 from benchmarks.model_cases import CASES
 from benchmarks.ptx import parse
 from benchmarks.sass import CountingLauncher, code_of, disassembler, issued
@@ -72,11 +72,6 @@ def test_instructions_are_counted_as_often_as_their_ptx_line() -> None:
     code = code_of("bitmap_codec", "encode_coo<int32, int32>")
     once = issued(code, torch.ones(len(code.kernel.code), dtype=torch.int64).numpy())
     assert once == pytest.approx(len(code.lines), abs=3)
-
-
-def test_a_sort_by_radix_moves_keys_and_indices_once_for_each_digit() -> None:
-    cost = sort_cost(torch.zeros(1000, dtype=torch.int32))
-    assert (cost.bytes, cost.launches) == (1000 * (8 + 4 + 4 * 2 * 12), 7)
 
 
 def test_ptx_is_parsed() -> None:

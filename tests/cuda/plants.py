@@ -43,9 +43,10 @@ BARRIER_TESTS: Final = {
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
     "bitmap_compact.cu": "bitmap_compact: offsets_of_cuts",
     "hash_compact.cu": "hash_compact: test_sizes and 1025",
-    "radix_sort.cu": "radix_sort: test_sizes and 1025 and int32",
+    "radix_sort.cuh": "radix_sort: test_sizes and 1025 and int32",
     "sort_compact.cu": "sort_compact: offsets_of_cuts and 1025 or last_block",
     "scan.cuh": "scan: test",
+    "stages.cuh": "scan: stage",
 }
 """For each source with barriers, the tests that fail without one of them."""
 
@@ -67,8 +68,8 @@ PLANTS: Final = (
     Plant(
         "a ticket that two may draw",
         "scan.cuh",
-        "atomicAdd(&state->tickets, 1ull)",
-        "state->tickets++",
+        "atomicAdd(tickets, 1ull)",
+        "(*tickets)++",
         RACES,
         "scan: taken",
     ),
@@ -113,6 +114,22 @@ PLANTS: Final = (
         "sort_compact: last_block and 31",
     ),
     Plant(
+        "a stage that is not published",
+        "stages.cuh",
+        "add_acq_rel(&stages->done, tiles_done)",
+        "atomicAdd(&stages->done, tiles_done)",
+        RACES,
+        "scan: stage",
+    ),
+    Plant(
+        "a stage that is not looked for",
+        "stages.cuh",
+        "load_acquire(&stages->done)",
+        "load_relaxed(&stages->done)",
+        RACES,
+        "scan: stage",
+    ),
+    Plant(
         "a tile's bits set without an atomic",
         "bitmap_codec.cu",
         "atomicOr(&tile_words[bit / WORD_BITS], 1u << (bit % WORD_BITS));",
@@ -147,7 +164,7 @@ PLANTS: Final = (
     ),
     Plant(
         "one position too many is sorted",
-        "radix_sort.cu",
+        "radix_sort.cuh",
         "i < count ? positions[i] : Position(-1)",
         "i <= count ? positions[i] : Position(-1)",
         BOUNDS,
@@ -236,8 +253,8 @@ PLANTS: Final = (
     Plant(
         "a cut counted with the tile before",
         "sort_compact.cu",
-        "begin ? upper_bound(cuts, cut_count, sorted[begin - 1]) : 0",
-        "begin ? lower_bound(cuts, cut_count, sorted[begin - 1]) : 0",
+        "begin ? upper_bound(runs.cuts, runs.cut_count, sorted[begin - 1]) : 0",
+        "begin ? lower_bound(runs.cuts, runs.cut_count, sorted[begin - 1]) : 0",
         COMPARED,
         "sort_compact: offsets_of_cuts and 5000",
     ),
@@ -245,10 +262,18 @@ PLANTS: Final = (
     Plant(
         "tiles in the order of blocks",
         "scan.cuh",
-        "int64(atomicAdd(&state->tickets, 1ull))",
+        "int64(atomicAdd(tickets, 1ull))",
         "int64(blockIdx.x)",
         COMPARED,
         "scan: over_tiles",
+    ),
+    Plant(
+        "a stage that does not wait",
+        "stages.cuh",
+        "< stage * tiles)",
+        "< 1)",
+        COMPARED,
+        "scan: stage",
     ),
     Plant(
         "a look-back that does not wait",
@@ -268,7 +293,7 @@ PLANTS: Final = (
     ),
     Plant(
         "equal positions of a warp in the order of their last",
-        "radix_sort.cu",
+        "radix_sort.cuh",
         "__popc(alike & lanes_until) - 1;",
         "__popc(alike & ~lanes_until);",
         COMPARED,
@@ -276,7 +301,7 @@ PLANTS: Final = (
     ),
     Plant(
         "a count that the last lane has already raised",
-        "radix_sort.cu",
+        "radix_sort.cuh",
         "before = *counted;\n        __syncwarp();",
         "before = *counted;",
         RACES,
@@ -284,15 +309,15 @@ PLANTS: Final = (
     ),
     Plant(
         "a look-back that takes counts before they are there",
-        "radix_sort.cu",
+        "radix_sort.cuh",
         "if (word[k] < COUNT_READY) break;",
         "",
         COMPARED,
-        "radix_sort: waits_for_counts",
+        "radix_sort: waits_for_what and tile_before",
     ),
     Plant(
         "what fills the last tile comes first",
-        "radix_sort.cu",
+        "radix_sort.cuh",
         "Position(-1);",
         "Position(0);",
         COMPARED,

@@ -54,26 +54,26 @@ def test_a_kernel_is_compiled_once_and_alone_when_it_is_first_launched(cupy: Fak
     assert cupy.compiled == []
     numbers = torch.zeros(3, dtype=torch.int32)
     for _ in range(2):
-        launcher.launch("scatter", "gather_rows<uint32>", 2, 64, (numbers, numbers, numbers, 5, numbers))
-    launcher.launch("scatter", "gather_rows<uint64>", 1, 64, (numbers, numbers, numbers, 5, numbers))
-    assert [names for names, _ in cupy.compiled] == [("gather_rows<uint32>",), ("gather_rows<uint64>",)]
+        launcher.launch("scatter", "gather_rows<uint32, int64>", 2, 64, (numbers, numbers, numbers, 5, numbers))
+    launcher.launch("scatter", "gather_rows<uint64, int64>", 1, 64, (numbers, numbers, numbers, 5, numbers))
+    assert [names for names, _ in cupy.compiled] == [("gather_rows<uint32, int64>",), ("gather_rows<uint64, int64>",)]
     assert all(f"-DSOURCES_{digest()}" in options for _, options in cupy.compiled)
     address = numbers.data_ptr()
-    assert cupy.launched[0] == ("gather_rows<uint32>", ((2,), (64,), (address, address, address, 5, address)))
+    assert cupy.launched[0] == ("gather_rows<uint32, int64>", ((2,), (64,), (address, address, address, 5, address)))
     assert len(cupy.launched) == 3
 
 
 def test_a_struct_is_passed_by_value(cupy: FakeCupy) -> None:
     """As an array of one item, whose bytes CuPy copies to the parameter."""
     numbers = torch.zeros(3, dtype=torch.int64)
-    CupyLauncher().launch("scatter", "gather_rows<uint64>", 1, 64, ((5, numbers, -1), numbers))
+    CupyLauncher().launch("scatter", "gather_rows<uint64, int64>", 1, 64, ((5, numbers, -1), numbers))
     struct, address = cupy.launched[0][1][2]
     assert (struct.size, struct.nbytes, address) == (1, 24, numbers.data_ptr())
     assert struct.tobytes() == np.array([5, address, -1], dtype=np.int64).tobytes()
 
 
 def test_nothing_is_compiled_for_an_empty_grid(cupy: FakeCupy) -> None:
-    CupyLauncher().launch("scatter", "gather_rows<uint32>", 0, 64, (torch.zeros(0),))
+    CupyLauncher().launch("scatter", "gather_rows<uint32, int64>", 0, 64, (torch.zeros(0),))
     assert cupy.compiled == cupy.launched == []
 
 

@@ -16,6 +16,7 @@ from zenps.kernels.gpu.radix_sort import (
     ITEMS,
     MAX_POSITIONS,
     position_bits,
+    prepare_sort,
     radix_passes,
     radix_scratch_words,
     radix_sort,
@@ -23,6 +24,7 @@ from zenps.kernels.gpu.radix_sort import (
 
 INTEGERS = [torch.int32, torch.int64]
 TILE, WIDE_TILE = (BLOCK * ITEMS[dtype] for dtype in INTEGERS)
+TILES = 2
 EDGES = (TILE - 1, TILE, TILE + 1, 2 * TILE, 5 * TILE + 7, WIDE_TILE - 1, WIDE_TILE, WIDE_TILE + 1)
 """Numbers of positions around the ends of tiles."""
 
@@ -147,19 +149,22 @@ def test_tiles_wait_for_those_before(resident: int) -> None:
 
 
 @pytest.mark.skipif(ON_A_GPU, reason="it would wait forever")
-def test_a_tile_waits_for_counts_that_are_not_there() -> None:
-    """The second tile alone: the first has been given out, and never publishes."""
-    positions = torch.zeros(TILE + 1, dtype=torch.int32)
-    tickets, counts = torch.ones(1, dtype=torch.int64), torch.zeros(2, 256, dtype=torch.int32)
-    args = (tickets, counts, counts[0], positions, 0, len(positions), 0, 255, positions, positions)
+@pytest.mark.parametrize("taken", [TILES, TILES + 1], ids=["stage_before", "tile_before"])
+def test_a_tile_waits_for_what_is_not_there(taken: int) -> None:
+    """One block alone: the tiles before it have been given out, and nobody does them."""
+    positions = torch.zeros(TILES * TILE, dtype=torch.int32)
+    scratch = torch.zeros(radix_scratch_words(len(positions), 256), dtype=torch.int64)
+    sort = prepare_sort(positions, 256, scratch, torch.zeros(1, dtype=torch.int64))
+    sort.stages[0] = taken
+    sort.stages[1] = TILES if taken > TILES else TILES - 1
     with pytest.raises(KernelError, match="waits in a loop for what never comes"):
-        HostLauncher().launch("radix_sort", "sort_pass<int32>", 1, BLOCK, args)
+        HostLauncher().launch("radix_sort", "radix_sort<int32>", 1, BLOCK, (sort.stages, sort.struct))
 
 
 def test_launches_and_passes() -> None:
     launcher = RecordingLauncher()
     assert_sorted(launcher, drawn(100, 10**7).int(), 10**7)
-    assert launcher.launched == ["count_digits<int32>", *["sort_pass<int32>"] * 3]
+    assert launcher.launched == ["radix_sort<int32>"]
     assert [radix_passes(size) for size in (1, 256, 257, 1 << 16, 1 << 31, 1 << 33)] == [1, 1, 2, 2, 4, 5]
     assert [position_bits(size) for size in (0, 1, 2, 3, 256, 257)] == [1, 1, 1, 2, 8, 9]
 

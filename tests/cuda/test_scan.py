@@ -1,4 +1,4 @@
-"""Prefix sums of ``cuda/scan.cuh``: of a block and over tiles, called repeatedly."""
+"""Prefix sums of ``cuda/scan.cuh``, of a block and over tiles, and the stages of ``cuda/stages.cuh``."""
 
 from __future__ import annotations
 
@@ -45,3 +45,21 @@ def test_sums_over_tiles(numbers: list[int], launcher: HostLauncher) -> None:
     launcher.launch("scans", "scan_tiles", len(tiles), THREADS, [states, tiles, before])
     expected = torch.stack([tiles.cumsum(0) - tiles] * 2, dim=1) * torch.tensor([1, 2])
     assert torch.equal(before, expected.unsqueeze(1).expand_as(before))
+
+
+@every_schedule
+@pytest.mark.parametrize("blocks", [1, 2, 5, 8])
+@pytest.mark.parametrize(("tiles", "stage_count"), [(1, 4), (5, 1), (5, 4), (12, 3)])
+def test_a_stage_reads_what_the_one_before_has_written(
+    launcher: HostLauncher, tiles: int, stage_count: int, blocks: int
+) -> None:
+    """By fewer blocks than tiles, and by more."""
+    stages = torch.zeros(2, dtype=torch.int64)
+    totals, takers = torch.zeros(2, stage_count, tiles, dtype=torch.int64)
+    args = (stages, tiles, stage_count, totals, takers)
+    launcher.launch("staged", "add_stages", blocks, THREADS, args)
+    assert takers.flatten().tolist() == [THREADS] * (stage_count * tiles)
+    expected = [1]
+    for _ in range(stage_count - 1):
+        expected.append(1 + tiles * expected[-1])
+    assert torch.equal(totals, torch.tensor(expected)[:, None].expand(-1, tiles))

@@ -1,6 +1,8 @@
-"""Radix sort of positions on the device: wraps ``cuda/radix_sort.cu``. Stable."""
+"""Radix sort of positions on the device: wraps ``cuda/radix_sort.cuh``. Stable."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +14,16 @@ from .place import INTEGERS
 from .sources import position_name
 
 DIGIT_BITS = 8
-"""Bits that a pass sorts by; ``cuda/radix_sort.cu`` has the same."""
+"""Bits that a pass sorts by; ``cuda/radix_sort.cuh`` has the same."""
 
 ITEMS = {torch.int32: 16, torch.int64: 12}
-"""Positions of a thread; ``cuda/radix_sort.cu`` has the same."""
+"""Positions of a thread; ``cuda/radix_sort.cuh`` has the same."""
 
 MAX_POSITIONS = (1 << 30) - 1
 """Tiles count positions in 30 bits."""
+
+STAGES_WORDS = 2
+"""Words of ``Stages`` in ``cuda/stages.cuh``."""
 
 RADIX_WORDS = (1 << DIGIT_BITS) // 2
 """Words of a 32-bit count for each digit."""
@@ -36,14 +41,54 @@ def radix_passes(size: int) -> int:
 
 def radix_scratch_words(count: int, size: int) -> int:
     """The words of scratch memory that :func:`radix_sort` needs for ``count`` positions below ``size``."""
-    most_tiles = max(_tiles(count, dtype) for dtype in INTEGERS)
-    return radix_passes(size) * (1 + RADIX_WORDS * (1 + most_tiles))
+    return STAGES_WORDS + radix_passes(size) * RADIX_WORDS * (1 + sort_tiles(count))
+
+
+def sort_tiles(count: int) -> int:
+    """The tiles that ``count`` positions of either dtype are divided into at most."""
+    return max(_tiles(count, dtype) for dtype in INTEGERS)
+
+
+class RadixSort(NamedTuple):
+    """A sort that has not been launched.
+
+    Attributes:
+        stages, struct: the kernel arguments ``Stages`` and ``RadixSort`` of ``cuda/radix_sort.cuh``.
+        tiles: the blocks of the grid.
+        positions, order: the result, as :func:`radix_sort` returns it.
+    """
+
+    stages: Tensor
+    struct: tuple[Tensor | int, ...]
+    tiles: int
+    positions: Tensor
+    order: Tensor
+
+
+def prepare_sort(positions: Tensor, size: int, scratch: Tensor, outside: Tensor) -> RadixSort:
+    """Returns the sort that :func:`radix_sort` launches, for a kernel that has further stages.
+
+    Raises:
+        TensorError: as :func:`radix_sort`.
+    """
+    check_on_device("positions", positions, INTEGERS, 1)
+    count, passes = len(positions), radix_passes(size)
+    if count > MAX_POSITIONS:
+        raise TensorError(f"{count} rows: expected at most {MAX_POSITIONS}; push them in several tensors")
+    tiles = _tiles(count, positions.dtype)
+    words = [STAGES_WORDS, passes * RADIX_WORDS, passes * tiles * RADIX_WORDS]
+    stages, histograms, counts = torch.split(scratch[: sum(words)], words)
+    results = [torch.empty_like(positions) for _ in range(min(passes, 2))]
+    orders = [torch.empty(count, dtype=torch.int32, device=positions.device) for _ in results]
+    given = (positions, count, tiles, position_bits(size), passes)
+    struct = (*given, histograms, counts, outside, results[0], results[-1], orders[0], orders[-1])
+    return RadixSort(stages, struct, tiles, results[0], orders[0])
 
 
 def radix_sort(
     launcher: Launcher, positions: Tensor, size: int, scratch: Tensor, outside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sorts positions, those that are equal in the order in which they are given.
+    """Sorts positions, those that are equal in the order in which they are given, by one launch.
 
     Args:
         positions: int32 or int64 ``[n]`` in [0, ``size``) on the device, in any order, with duplicates; n
@@ -58,29 +103,10 @@ def radix_sort(
     Raises:
         TensorError: another dtype or shape, or too many positions.
     """
-    check_on_device("positions", positions, INTEGERS, 1)
-    count, bits, passes = len(positions), position_bits(size), radix_passes(size)
-    if count > MAX_POSITIONS:
-        raise TensorError(f"{count} rows: expected at most {MAX_POSITIONS}; push them in several tensors")
-    tiles, position = _tiles(count, positions.dtype), position_name(positions.dtype)
-    words = [passes, passes * RADIX_WORDS, passes * tiles * RADIX_WORDS]
-    tickets, histograms, counts = torch.split(scratch[: sum(words)], words)
-    histograms = histograms.view(torch.int32).view(passes, -1)
-    counts = counts.view(torch.int32).view(passes, -1)
-    counted = (positions, count, bits, histograms, outside)
-    launcher.launch("radix_sort", f"count_digits<{position}>", tiles, BLOCK, counted)
-    given: tuple[Tensor, Tensor | int] = (positions, 0)
-    results = [
-        (torch.empty_like(positions), torch.empty(count, dtype=torch.int32, device=positions.device))
-        for _ in range(min(passes, 2))
-    ]
-    for number in range(passes):
-        shift, result = number * DIGIT_BITS, results[number % 2]
-        digit = (shift, (1 << min(bits - shift, DIGIT_BITS)) - 1)
-        args = (tickets[number:], counts[number], histograms[number], *given, count, *digit, *result)
-        launcher.launch("radix_sort", f"sort_pass<{position}>", tiles, BLOCK, args)
-        given = result
-    return results[(passes - 1) % 2]
+    sort = prepare_sort(positions, size, scratch, outside)
+    expression = f"radix_sort<{position_name(positions.dtype)}>"
+    launcher.launch("radix_sort", expression, sort.tiles, BLOCK, (sort.stages, sort.struct))
+    return sort.positions, sort.order
 
 
 def _tiles(count: int, dtype: torch.dtype) -> int:

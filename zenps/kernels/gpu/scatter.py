@@ -9,7 +9,9 @@ from zenps.errors import TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of
 from .packs import pack_bytes
-from .sources import word_name
+from .place import INTEGERS, position_dtype
+from .radix_sort import radix_scratch_words, radix_sort
+from .sources import position_name, word_name
 
 ITEMS = 4
 """Words that a thread moves; ``cuda/scatter.cu`` has the same."""
@@ -20,7 +22,7 @@ def gather_rows(launcher: Launcher, values: Tensor, order: Tensor) -> Tensor:
 
     Args:
         values: ``[n, columns]`` of any dtype, on the device.
-        order: int64 ``[m]`` in [0, n); not checked.
+        order: int32 or int64 ``[m]`` in [0, n); not checked.
 
     Returns:
         ``[m, columns]``, fresh memory.
@@ -28,14 +30,15 @@ def gather_rows(launcher: Launcher, values: Tensor, order: Tensor) -> Tensor:
     Raises:
         TensorError: another dtype or shape.
     """
-    check_on_device("order", order, (torch.int64,), 1)
+    check_on_device("order", order, INTEGERS, 1)
     check_on_device("values", values, (values.dtype,), 2)
     out = values.new_empty((len(order), values.shape[1]))
     word_bytes = pack_bytes(_row_bytes(values), values, out)
     words = _row_bytes(values) // word_bytes
     grid = grid_of(-(-len(order) * words // ITEMS))
     args = (values, order, len(order), words, out)
-    launcher.launch("scatter", f"gather_rows<{word_name(word_bytes)}>", grid, BLOCK, args)
+    expression = f"gather_rows<{word_name(word_bytes)}, {position_name(order.dtype)}>"
+    launcher.launch("scatter", expression, grid, BLOCK, args)
     return out
 
 
@@ -43,7 +46,7 @@ def merge(launcher: Launcher, rows: Tensor, values: Tensor, size: int) -> tuple[
     """Sorts rows of a table, for a coalesced sparse gradient.
 
     Args:
-        rows: int64 ``[u]`` in [0, ``size``), distinct, in any order.
+        rows: int64 ``[u]`` in [0, ``size``), distinct, in any order; u below 2**30.
         values: ``[u, columns]`` of any dtype, on the same device.
         size: the table's rows. If they fit, row numbers are sorted as int32, which takes half the passes.
 
@@ -56,7 +59,9 @@ def merge(launcher: Launcher, rows: Tensor, values: Tensor, size: int) -> tuple[
     check_on_device("rows", rows, (torch.int64,), 1)
     if len(rows) != len(values):
         raise TensorError(f"{len(rows)} rows with values of shape {tuple(values.shape)}: expected one each")
-    ordered, order = torch.sort(rows.int() if size <= 1 << 31 else rows)
+    numbers = rows.to(position_dtype(size))
+    words = torch.zeros(1 + radix_scratch_words(len(rows), size), dtype=torch.int64, device=rows.device)
+    ordered, order = radix_sort(launcher, numbers, size, words[1:], words[:1])
     return ordered.long(), gather_rows(launcher, values, order)
 
 

@@ -12,15 +12,12 @@ from zenps.kernels.base import ACCUMULATE
 
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
-from .radix_sort import radix_scratch_words, radix_sort
+from .radix_sort import prepare_sort, radix_scratch_words, sort_tiles
 from .rows import DeviceRows, GroupedRows, Header
 from .sources import number_name, position_name
 
 CHUNK = 64
 """Rows that are added one after another; ``cuda/sort_compact.cu`` has the same."""
-
-SEGMENT_TILE = BLOCK * 8
-"""Positions of a tile; ``cuda/sort_compact.cu`` has the same."""
 
 REDUCE_BLOCK = 128
 """Threads that reduce rows take 60 to 100 registers: more blocks fit a multiprocessor if they are smaller."""
@@ -30,7 +27,7 @@ VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 def sort_scratch_words(rows: int, size: int) -> int:
     """The words of scratch memory that :func:`sort_compact` needs in a header."""
-    return 2 + -(-rows // SEGMENT_TILE) + ended_words(rows) + radix_scratch_words(rows, size)
+    return 2 + sort_tiles(rows) + ended_words(rows) + radix_scratch_words(rows, size)
 
 
 def ended_words(rows: int) -> int:
@@ -107,17 +104,15 @@ def sort_rows(
     check_rows(positions, values, VALUES)
     rows = len(positions)
     header = header or Header.without_cuts(sort_scratch_words(rows, size), positions.device)
-    tiles = -(-rows // SEGMENT_TILE)
-    words = [1, 1 + tiles, ended_words(rows), radix_scratch_words(rows, size)]
+    words = [1, 1 + sort_tiles(rows), ended_words(rows), radix_scratch_words(rows, size)]
     count, state, ended, radix = torch.split(header.scratch, words)
-    ordered, order = radix_sort(launcher, positions, size, radix, header.outside)
+    sort = prepare_sort(positions, size, radix, header.outside)
     unique = torch.empty_like(positions)
     segments = torch.empty(rows, dtype=torch.int32, device=positions.device)
-    expression = f"find_segments<{position_name(positions.dtype)}>"
-    cuts = (header.cuts, len(header.cuts), header.offsets)
-    args = (state, ordered, rows, unique, segments, count, *cuts)
-    launcher.launch("sort_compact", expression, tiles, BLOCK, args)
-    sum_into = partial(Segments(order, segments, ended).sum_into, launcher, values)
+    runs = (state, unique, segments, count, header.cuts, len(header.cuts), header.offsets)
+    expression = f"sort_segments<{position_name(positions.dtype)}>"
+    launcher.launch("sort_compact", expression, sort.tiles, BLOCK, (sort.stages, sort.struct, runs))
+    sum_into = partial(Segments(sort.order, segments, ended).sum_into, launcher, values)
     return GroupedRows(unique, values, count, sum_into)
 
 

@@ -68,12 +68,9 @@ _KEYS = ("uint32", "uint64")  # positions as words that can be compared and swap
 
 EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": _specialise("place_rows<{}, {}>", _ROWS, _POSITION),
-    "radix_sort": (
-        *_specialise("count_digits<{}>", _POSITION),
-        *_specialise("sort_pass<{}>", _POSITION),
-    ),
+    "radix_sort": _specialise("radix_sort<{}>", _POSITION),
     "sort_compact": (
-        *_specialise("find_segments<{}>", _POSITION),
+        *_specialise("sort_segments<{}>", _POSITION),
         *_packed("reduce_runs<{}, {}>", _NUMBERS),
     ),
     "bitmap_compact": (
@@ -90,7 +87,7 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
         *_specialise("encode_coo<{}, {}>", _POSITION, _POSITION),
         *_specialise("decode_coo<{}>", _POSITION),
     ),
-    "scatter": _specialise("gather_rows<{}>", tuple(_WORDS.values())),
+    "scatter": _specialise("gather_rows<{}, {}>", tuple(_WORDS.values()), _POSITION),
     "threshold_compact": (
         *(f"mark_elements<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)),
         "list_marked",
