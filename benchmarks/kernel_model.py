@@ -44,6 +44,7 @@ FREE = {
 }  # fmt: skip
 """ATen operations that start nothing on a device."""
 
+
 class Cost(NamedTuple):
     """What one launch costs on the whole sample; ``instructions`` are 0 where they are not known."""
 

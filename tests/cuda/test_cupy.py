@@ -54,12 +54,20 @@ def test_a_kernel_is_compiled_once_and_alone_when_it_is_first_launched(cupy: Fak
     assert cupy.compiled == []
     numbers = torch.zeros(3, dtype=torch.int32)
     for _ in range(2):
-        launcher.launch("scatter", "gather_rows<uint32, int64>", 2, 64, (numbers, numbers, numbers, 5, numbers))
+        launcher.launch(
+            "scatter", "gather_rows<uint32, int64>", 2, 64, (numbers, numbers, numbers, 5, numbers)
+        )
     launcher.launch("scatter", "gather_rows<uint64, int64>", 1, 64, (numbers, numbers, numbers, 5, numbers))
-    assert [names for names, _ in cupy.compiled] == [("gather_rows<uint32, int64>",), ("gather_rows<uint64, int64>",)]
+    assert [names for names, _ in cupy.compiled] == [
+        ("gather_rows<uint32, int64>",),
+        ("gather_rows<uint64, int64>",),
+    ]
     assert all(f"-DSOURCES_{digest()}" in options for _, options in cupy.compiled)
     address = numbers.data_ptr()
-    assert cupy.launched[0] == ("gather_rows<uint32, int64>", ((2,), (64,), (address, address, address, 5, address)))
+    assert cupy.launched[0] == (
+        "gather_rows<uint32, int64>",
+        ((2,), (64,), (address, address, address, 5, address)),
+    )
     assert len(cupy.launched) == 3
 
 

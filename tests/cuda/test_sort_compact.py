@@ -17,7 +17,6 @@ from tests.cuda.dtypes import BITS
 from tests.cuda.host.launcher import SIZES, HostLauncher, RecordingLauncher
 from zenps.errors import TensorError
 from zenps.kernels.base import ACCUMULATE
-from zenps.kernels.gpu.radix_sort import radix_passes
 from zenps.kernels.gpu.rows import DeviceRows, Header
 from zenps.kernels.gpu.sort_compact import CHUNK, sort_compact, sort_scratch_words
 
