@@ -5,18 +5,15 @@ It has its own threads. They ask the scheduler's loop for the status, and the lo
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.resources
 import ipaddress
-import re
 import threading
 import time
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,6 +29,22 @@ FRESH_SECONDS: Final = 0.25
 PATIENCE_SECONDS: Final = 2.0
 """How long a reader waits for the loop, which answers ten times a second."""
 
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""Content security policy: the page's own files, its own origin, and nothing else.
+
+Source: https://developer.mozilla.org/en-US/docs/Web/HTTP/Reference/Headers/Content-Security-Policy
+"""
+
+
+class _File(NamedTuple):
+    """What a path of the page has."""
+
+    kind: str
+    body: bytes
+
 
 class Page(Endpoint):
     """A served status page, at the address in ``config``.
@@ -42,8 +55,7 @@ class Page(Endpoint):
 
     def __init__(self, config: StatusConfig) -> None:
         self._mailbox = _Mailbox()
-        html = importlib.resources.files("zenps.scheduler.page").joinpath("page.html").read_bytes()
-        handler = partial(_PageHandler, self._mailbox, html, _policy(html.decode()))
+        handler = partial(_PageHandler, self._mailbox, _files())
         super().__init__(listen("status", config.host, config.port, handler))
 
     @property
@@ -86,35 +98,30 @@ class _Mailbox:
             self._questions.get_nowait().set_result(status)
 
 
-def _policy(html: str) -> str:
-    """Content security policy: the page's own style and script, its own origin, and nothing else.
-
-    Source: https://developer.mozilla.org/en-US/docs/Web/HTTP/Reference/Headers/Content-Security-Policy
-    """
-    hashes = {}
-    for tag in ("style", "script"):
-        found = re.search(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        assert found is not None
-        digest = hashlib.sha256(found[1].encode()).digest()
-        hashes[tag] = base64.b64encode(digest).decode()
-    return (
-        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
+def _files() -> dict[str, _File]:
+    """Returns the files of the page by their paths."""
+    folder, text = importlib.resources.files("zenps.scheduler.page"), "{}; charset=utf-8".format
+    return {
+        path: _File(text(kind), folder.joinpath(name).read_bytes())
+        for path, name, kind in (
+            ("/", "page.html", "text/html"),
+            ("/page.css", "page.css", "text/css"),
+            ("/page.js", "page.js", "text/javascript"),
+        )
+    }
 
 
 class _PageHandler(Handler):
-    def __init__(self, mailbox: _Mailbox, html: bytes, policy: str, *connection: Any) -> None:
-        self._mailbox, self._html, self._policy = mailbox, html, policy
+    def __init__(self, mailbox: _Mailbox, files: dict[str, _File], *connection: Any) -> None:
+        self._mailbox, self._files = mailbox, files
         super().__init__(*connection)
 
     def do_GET(self) -> None:
         if self.server.is_local and not _names_this_machine(self.headers.get("Host", "")):
             return self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "ask for localhost or an address")
         match self.path.partition("?")[0]:
-            case "/":
-                policy = {"Content-Security-Policy": self._policy}
-                self._send("text/html; charset=utf-8", self._html, policy)
+            case path if path in self._files:
+                self._send(*self._files[path], {"Content-Security-Policy": _POLICY})
             case "/status.json":
                 self._send_status("application/json")
             case "/healthz":

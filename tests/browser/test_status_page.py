@@ -27,6 +27,9 @@ DEADLINE_SECONDS = 60.0
 LEASE_SECONDS = 4.0
 SLOW_RANK = 2
 
+PATHS = ("", "page.css", "page.js", "status.json")
+"""All that the page may ask for."""
+
 
 def train(stop: Path) -> int:
     """A sparse round every 20 ms until the file exists; one rank is slower. Returns how many."""
@@ -134,7 +137,7 @@ def test_a_cluster_trains_and_loses_a_server(browser: Chrome, tmp_path: Path) ->
         shot(browser, 390, tmp_path / "phone.png")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
         assert browser.get_log("browser") == []
-        assert requested(browser) == {url, f"{url}status.json"}
+        assert requested(browser) == {f"{url}{path}" for path in PATHS}
 
         stop.touch()
         assert len({worker.result() for worker in workers}) == 1
@@ -192,4 +195,4 @@ def test_hostile_text_stays_text_and_fits_a_phone(browser: Chrome, nodes: int) -
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
         assert browser.execute_script("return document.documentElement.scrollHeight") < 12_000
         assert browser.get_log("browser") == []
-        assert requested(browser) == {url, f"{url}status.json"}
+        assert requested(browser) == {f"{url}{path}" for path in PATHS}

@@ -30,9 +30,9 @@ zps.push_pul  # type: ignore[attr-defined]
 def sources() -> set[str]:
     """Every file of the package, as a path in the package."""
     found = {str(path.relative_to(ROOT)) for path in modules(ROOT).values()}
-    for pattern in ("zenps/cuda/*.cu*", "zenps/kernels/native/*.[ch]"):
+    for pattern in ("zenps/cuda/*.cu*", "zenps/kernels/native/*.[ch]", "zenps/scheduler/page/page.*"):
         found |= {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)}
-    return found | {"zenps/py.typed", "zenps/scheduler/page/page.html"}
+    return found | {"zenps/py.typed"}
 
 
 def test_source_distribution_has_all_that_a_build_needs(sdist: Path) -> None:

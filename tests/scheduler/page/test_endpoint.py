@@ -93,17 +93,29 @@ def loop() -> Iterator[Loop]:
         yield made
 
 
+def file_of(loop: Loop, path: str, name: str, kind: str) -> Answer:
+    """A file of the page, which a browser may take from nowhere else."""
+    answer = ask(loop, path)
+    assert (answer.status, answer.headers["Content-Type"]) == (200, f"{kind}; charset=utf-8")
+    assert answer.body == Path(page.__file__).with_name(name).read_bytes()
+    policy = answer.headers["Content-Security-Policy"].split("; ")
+    assert {"default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"} <= {*policy}
+    return answer
+
+
 def test_serves_the_page_the_status_and_health(loop: Loop) -> None:
-    html = ask(loop)
-    assert (html.status, html.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
-    assert html.body == Path(page.__file__).with_name("page.html").read_bytes()
+    files = [
+        file_of(loop, "/", "page.html", "text/html"),
+        file_of(loop, "/page.css", "page.css", "text/css"),
+        file_of(loop, "/page.js?2", "page.js", "text/javascript"),
+    ]
     answer = ask(loop, "/status.json?now")
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
     tree = json.loads(answer.body)
     assert [node["slots"] for node in tree["nodes"]] == [2048, 2048, 0, 0]
     assert tree["throughput"] == {"pushed_bytes": 0, "pulled_bytes": 0, "rounds": 0, "steps": 0}
     assert ask(loop, "/healthz").body == b"ok\n"
-    for answer in (html, ask(loop, "/nothing")):
+    for answer in (*files, ask(loop, "/nothing")):
         assert answer.headers["Cache-Control"] == "no-store"
         assert answer.headers["X-Content-Type-Options"] == "nosniff"
 
@@ -148,9 +160,13 @@ def test_the_page_may_only_ask_its_own_origin(loop: Loop) -> None:
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
     assert "unsafe" not in policy
-    html = ask(loop).body.decode()
-    assert re.findall(r"https?://|@import|<link[^>]+href=\"(?!data:)|\ssrc=", html) == []
-    assert "innerHTML =" not in html
+    files = [ask(loop, path).body.decode() for path in ("/", "/page.css", "/page.js")]
+    assert re.findall(r"<link[^>]+href=\"(?!data:)([^\"]*)|\ssrc=\"([^\"]*)", files[0]) == [
+        ("page.css", ""),
+        ("", "page.js"),
+    ]
+    for text in files:
+        assert re.findall(r"https?://|@import|url\(|innerHTML =|<style|<script>", text) == []
 
 
 def test_an_oversized_request_is_refused(loop: Loop) -> None:
