@@ -68,29 +68,25 @@ class Outcome(ABC):
         """
 
 
-Part = tuple[Result, memoryview, memoryview]
-"""One message of a result, with its positions and values."""
+Part = tuple[Result, Sequence[memoryview]]
+"""One message of a result and its frames: positions, unless the sum is dense, and values."""
 
 
 class AllreduceOutcome(Outcome):
     """The same result for every rank.
 
     Args:
-        result, positions, values: of the first message.
-        others: result, positions and values of each further message, if the sum travels in fragments.
+        first: the first message.
+        others: each further one, if the sum travels in fragments.
     """
 
     __slots__ = ("_answer", "_rows", "_size_bytes")
 
-    def __init__(
-        self, result: Result, positions: memoryview, values: memoryview, others: Sequence[Part] = ()
-    ) -> None:
-        further = tuple([Answer(other, frames) for other, *frames in others]) if others else ()
-        self._answer = Answer(result, (positions, values), further)
-        self._rows = result.rows
-        self._size_bytes = positions.nbytes + values.nbytes
-        for other, *frames in others:
-            self._rows += other.rows
+    def __init__(self, first: Part, others: Sequence[Part] = ()) -> None:
+        self._answer = Answer(*first, tuple([Answer(*other) for other in others]) if others else ())
+        self._rows, self._size_bytes = 0, 0
+        for result, frames in (first, *others):
+            self._rows += result.rows
             self._size_bytes += sum([frame.nbytes for frame in frames])
 
     @property

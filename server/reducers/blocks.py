@@ -16,7 +16,14 @@ from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
 
 from .base import AllreduceOutcome, Payload, Reducer
-from .values import NUMPY_DTYPES, check_frames, dequantize_flat, divide_and_quantize, divisor_of, pushed_rows
+from .values import (
+    NUMPY_DTYPES,
+    dequantize_flat,
+    divide_and_quantize,
+    divisor_of,
+    positions_and_values,
+    pushed_rows,
+)
 
 
 class BlocksPayload(Payload, frozen=True):
@@ -31,7 +38,7 @@ class BlocksReducer(Reducer[BlocksPayload]):
     """``[rows, columns]`` values of each rank: blocks of ``columns`` elements. The others are zeros."""
 
     def read(self, push: Push, frames: Sequence[memoryview]) -> BlocksPayload:
-        encoded, values = check_frames(push, frames)
+        encoded, values = positions_and_values(push, frames)
         if push.codec != "bitmap" or push.values != "same":
             got = f"blocks with codec {push.codec!r} and values {push.values!r}"
             raise ProtocolError("payload", f"{got}, expected bitmap and same")
@@ -50,7 +57,7 @@ class BlocksReducer(Reducer[BlocksPayload]):
         values = self._sum(payloads, counts, present)
         pushed = pushed_rows(payloads)
         result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed)
-        return AllreduceOutcome(result, encode_blocks(present, ahead), self._memory.share(values))
+        return AllreduceOutcome((result, (encode_blocks(present, ahead), self._memory.share(values))))
 
     def _sum(self, payloads: Sequence[BlocksPayload], counts: Positions, present: Positions) -> memoryview:
         """The sums of the blocks ``present``, the same bits as of whole tensors.

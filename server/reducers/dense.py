@@ -11,7 +11,7 @@ from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
 
 from .base import AllreduceOutcome, Payload, Reducer
-from .values import check_frames, dequantize_flat, divide_and_quantize, divisor_of, pushed_rows
+from .values import check_values, dequantize_flat, divide_and_quantize, divisor_of, pushed_rows
 
 _EMPTY = memoryview(b"")
 
@@ -28,10 +28,11 @@ class DenseReducer(Reducer[DensePayload]):
     position_bytes = 0
 
     def read(self, push: Push, frames: Sequence[memoryview]) -> DensePayload:
-        positions, values = check_frames(push, frames)
         is_whole_or_empty = push.rows in (0, push.span)
-        if push.codec != "none" or positions.nbytes or not is_whole_or_empty or push.columns != 1:
+        if len(frames) != 1 or push.codec != "none" or not is_whole_or_empty or push.columns != 1:
             raise ProtocolError("payload", "a dense chunk is whole or empty, and has no positions")
+        (values,) = frames
+        check_values(push, values)
         return DensePayload(push, values.nbytes + RECEIVE_BUFFER_BYTES, values)
 
     def reduce(self, payloads: Sequence[DensePayload]) -> AllreduceOutcome:
@@ -40,7 +41,7 @@ class DenseReducer(Reducer[DensePayload]):
         values = self._sum(contributed, divisor_of(payloads)) if contributed else _EMPTY
         rows, pushed = push.span if contributed else 0, pushed_rows(payloads)
         result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, "none", pushed)
-        return AllreduceOutcome(result, _EMPTY, self._memory.share(values))
+        return AllreduceOutcome((result, (self._memory.share(values),)))
 
     def _sum(self, payloads: Sequence[DensePayload], divisor: int) -> memoryview:
         """The sum in rank order, started from the first part so that -0.0 survives."""

@@ -14,7 +14,7 @@ from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
 from .base import AllreduceOutcome, FailedRound, Part, Payload, Reducer
-from .values import check_frames, dequantize, divisor_of, pushed_rows, quantize
+from .values import dequantize, divisor_of, positions_and_values, pushed_rows, quantize
 
 
 class SparsePayload(Payload, frozen=True):
@@ -50,7 +50,7 @@ class SparseReducer(Reducer[SparsePayload]):
             raise ProtocolError("payload", f"fragment {push.fragment} of {push.fragments}")
 
     def read(self, push: Push, frames: Sequence[memoryview]) -> SparsePayload:
-        encoded, values = check_frames(push, frames)
+        encoded, values = positions_and_values(push, frames)
         if push.codec == "none":
             raise ProtocolError("payload", "a sparse chunk needs a codec for its positions")
         if push.codec == "dense" and push.rows and not push.columns:
@@ -84,8 +84,8 @@ class SparseReducer(Reducer[SparsePayload]):
             result = Result(*about, end - begin, codec.name, count, fragment=fragment, fragments=len(cuts))
             encoded = codec.encode(inside, push.span)
             part = values if len(cuts) == 1 else values[begin * row_bytes : end * row_bytes]
-            parts.append((result, encoded.data, part))
-        return AllreduceOutcome(*parts[0], parts[1:])
+            parts.append((result, (encoded.data, part)))
+        return AllreduceOutcome(parts[0], parts[1:])
 
 
 def _too_large(push: Push, rows: int, max_rows: int) -> Failure:

@@ -34,29 +34,37 @@ NUMPY_DTYPES: dict[Dtype, np.dtype[Any]] = {
 """The dtypes that NumPy sums as they are; the others are summed as float32."""
 
 
-def check_frames(push: Push, frames: Sequence[memoryview]) -> tuple[memoryview, memoryview]:
-    """The positions and the values of a push.
+def positions_and_values(push: Push, frames: Sequence[memoryview]) -> tuple[memoryview, memoryview]:
+    """The two frames of a push whose rows are named by positions.
 
     Raises:
-        ProtocolError: there are not two frames, or the values are not what the message announces.
+        ProtocolError: as for :func:`check_values`, or there are not two frames.
     """
     if len(frames) != 2:
         raise ProtocolError("payload", f"{len(frames)} frames after the envelope, expected 2")
+    positions, values = frames
+    check_values(push, values)
+    return positions, values
+
+
+def check_values(push: Push, values: memoryview) -> None:
+    """Checks that the values of a push are what its message announces.
+
+    Raises:
+        ProtocolError: they are not.
+    """
     if push.rows > push.span:
         raise ProtocolError("payload", f"{push.rows} rows in a span of {push.span}")
     if push.average and not DTYPES[push.dtype].is_floating_point:
         raise ProtocolError("payload", f"an average of {push.dtype}, expected a floating-point dtype")
-    positions, values = frames
     if push.values == "same":
-        check_size(values, DTYPES[push.dtype], (push.rows, push.columns))
-        return positions, values
+        return check_size(values, DTYPES[push.dtype], (push.rows, push.columns))
     if push.dtype != "float32":
         raise ProtocolError("payload", f"{push.dtype} as {push.values}: expected float32")
     expected = VALUE_CODECS[push.values].size_bytes(push.rows, push.columns)
     if values.nbytes != expected:
         got = f"{values.nbytes} bytes of {push.values} values"
         raise ProtocolError("payload", f"{got} for {push.rows} × {push.columns}, expected {expected}")
-    return positions, values
 
 
 def dequantize(data: memoryview, push: Push, pool: BufferPool) -> Tensor:

@@ -272,7 +272,7 @@ def stall(
         socket.setsockopt(zmq.SNDTIMEO, 200)
         socket.connect(view.servers[0].address)
         values = torch.ones(ELEMENTS).numpy().tobytes()
-        frames = [memoryview(b""), memoryview(values)]
+        frames = [memoryview(values)]
 
         def message(step: int) -> list[bytes | memoryview]:
             size = (ELEMENTS,), ELEMENTS, 1, ELEMENTS

@@ -134,7 +134,7 @@ def pushes(draw: st.DrawFn) -> Frames:
         codec=draw(st.sampled_from(["coo", "bitmap", "delta", "none"])),
     )
     positions = np.array(draw(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=4)), dtype="<i4")
-    return with_checksum(push, [positions.tobytes(), draw(blobs)])
+    return with_checksum(push, [positions.tobytes()] * draw(st.integers(0, 1)) + [draw(blobs)])
 
 
 def with_checksum(push: Push, frames: Frames) -> Frames:

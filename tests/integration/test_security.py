@@ -134,7 +134,7 @@ class Intruder(NamedTuple):
         """Says each message to the scheduler or a server, by a connection of its own."""
         socket = self.open(address, peer)
         for message in messages:
-            payload = [b"", bytes(12)] * isinstance(message, Push)
+            payload = [bytes(12)] * isinstance(message, Push)
             socket.send_multipart([encode("default", message, [*map(memoryview, payload)]), *payload])
         return socket
 
@@ -431,7 +431,7 @@ def test_who_has_a_server_and_another_worker_s_key_cuts_no_connection(keys: Path
             for identity in (identity_at(0, KNOWN), public_identity(KNOWN)):
                 socket = thief.open(address, "server-1", identity)
                 for message in (Here(), push_as(0)):
-                    payload = [b"", bytes(12)] * isinstance(message, Push)
+                    payload = [bytes(12)] * isinstance(message, Push)
                     frames = [*map(memoryview, payload)]
                     socket.send_multipart([encode("default", message, frames), *payload])
                 time.sleep(0.1)

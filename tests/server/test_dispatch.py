@@ -60,9 +60,7 @@ def make_dispatcher(rounds: ServerRounds, replies: Any, counters: ServerMetrics)
 def push_of_ones() -> HeldPush:
     values = np.ones(4, np.float32)
     push = Push(1, 0, "t", 0, 0, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
-    payload = make_reducers(OwnMemory(), 1 << 20)["dense"].read(
-        push, [memoryview(b""), values.data.cast("B")]
-    )
+    payload = make_reducers(OwnMemory(), 1 << 20)["dense"].read(push, [values.data.cast("B")])
     return HeldPush(PEER, push, payload, payload.size_bytes)
 
 

@@ -77,8 +77,8 @@ class EncodedChunk(Struct, frozen=True):
     span: int
     rows: int
     codec: CodecName | Literal["none"]
-    frames: tuple[memoryview, memoryview]
-    """Positions and values."""
+    frames: tuple[memoryview, ...]
+    """Positions, unless the tensor is dense, and values."""
     fragment: int = 0
     fragments: int = 1
 

@@ -53,7 +53,7 @@ class WholeTransfer(OneRound):
         self._contributes = contributes
         values = coder.encode_copy(tensor) if contributes else _NOTHING
         rows = count if contributes else 0
-        chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (_NOTHING, values))
+        chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (values,))
         self.encoded = EncodedTensor(
             "dense", tensor.shape, tensor.dtype, 1, 0, sharding, (chunk,), coder.form
         )
@@ -66,7 +66,7 @@ class WholeTransfer(OneRound):
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         _check_dense(answer.result, answer.frames, self.rows_given)
         if answer.result.rows:
-            pulled = self._coder.decode(answer.frames[1], (self.rows_given,))
+            pulled = self._coder.decode(answer.frames[0], (self.rows_given,))
             # torch takes longer for a view than for all else here.
             self._pulled = pulled if len(self.encoded.shape) == 1 else pulled.view(self.encoded.shape)
         return ()
@@ -148,7 +148,7 @@ class GranuleTransfer(OneRound):
         _check_dense(result, answer.frames, chunk.span)
         target = self._pulled[chunk.start : chunk.stop]
         if result.rows:
-            self._coder.decode_into(answer.frames[1], target)
+            self._coder.decode_into(answer.frames[0], target)
         else:
             target.zero_()
             self._is_root_lost |= chunk.span > 0 and not self._contributes
@@ -208,7 +208,7 @@ def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int)
         else:
             begin, end = (bound // DENSE_GRANULE * granule_bytes for bound in (each.start, each.stop))
             rows, frame = each.span, values[begin:end]
-        chunks.append(EncodedChunk(each.server, each.chunk, each.span, rows, "none", (_NOTHING, frame)))
+        chunks.append(EncodedChunk(each.server, each.chunk, each.span, rows, "none", (frame,)))
     return chunks
 
 
@@ -237,5 +237,5 @@ def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: B
 
 
 def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:
-    if len(frames) != 2 or result.codec != "none" or result.rows not in (0, span):
+    if len(frames) != 1 or result.codec != "none" or result.rows not in (0, span):
         raise ProtocolError("payload", f"a dense result of {result.rows} rows, expected {span}")

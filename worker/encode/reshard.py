@@ -80,4 +80,4 @@ def _reshard_values(
 
 def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:
     """Returns the values of all chunks, in order of the old positions."""
-    return np.concatenate([np.frombuffer(chunk.frames[1], dtype=np.uint8) for chunk in encoded.chunks])
+    return np.concatenate([np.frombuffer(chunk.frames[-1], dtype=np.uint8) for chunk in encoded.chunks])

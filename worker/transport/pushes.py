@@ -39,10 +39,10 @@ class PushWriter:
 
         They are copied, except where they lie there already."""
         share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
-        chunks = [
-            structs.replace(chunk, frames=(chunk.frames[0], share(chunk.server, chunk.frames[1])))
-            for chunk in encoded.chunks
-        ]
+        chunks = []
+        for chunk in encoded.chunks:
+            *positions, values = chunk.frames
+            chunks.append(structs.replace(chunk, frames=(*positions, share(chunk.server, values))))
         return structs.replace(encoded, chunks=chunks)
 
     def write(

@@ -34,7 +34,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """One rank's contribution to one chunk of one round, and the request for its result.
 
     Frames: envelope, positions (by ``codec``, relative to the chunk), values ``[rows, columns]``. The
-    positions frame of a dense chunk is empty, and ``rows`` is ``span``, or 0 from a rank that takes part
+    positions frame is missing for a dense chunk, and ``rows`` is ``span``, or 0 from a rank that takes part
     without contributing. The positions frame of blocks also says which come next (:mod:`zenps.wire.blocks`).
     """
 

@@ -16,7 +16,7 @@ from zenps.wire.blocks import encode_blocks
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import dtype_name, tensor_bytes
 
-Frames = tuple[memoryview, memoryview]
+Frames = tuple[memoryview, ...]
 
 
 class OrdinaryMemory:
@@ -64,7 +64,7 @@ def dense_push(rank: int, values: Tensor | None, like: Tensor, average: bool = F
     span, dtype = len(like), dtype_name(like.dtype)
     rows = 0 if values is None else span
     push = Push(1, rank, "t", 5, 2, 4, "dense", dtype, (span,), span, 1, rows, "none", average)
-    return push, (memoryview(b""), memoryview(b"") if values is None else tensor_bytes(values))
+    return push, (memoryview(b"") if values is None else tensor_bytes(values),)
 
 
 def blocks_push(

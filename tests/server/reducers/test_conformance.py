@@ -82,7 +82,7 @@ def test_a_reply_is_a_result_of_the_chunk_whose_frames_can_be_read(pushes: Pushe
         assert result.pushed == sum(push.rows for push, _ in pushes)
         as_push = msgspec.structs.replace(push, rows=result.rows, codec=result.codec)
         read(as_push, [memoryview(frame) for frame in frames])
-        broken = [memoryview(frame) for frame in (frames[0], frames[1] + b"\0")]
+        broken = [memoryview(frame) for frame in (*frames[:-1], frames[-1] + b"\0")]
         with pytest.raises(ProtocolError):
             read(as_push, broken)
 

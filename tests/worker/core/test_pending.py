@@ -32,7 +32,7 @@ from zenps.worker.core.transfer import (
 
 CHUNKS = 3
 ENCODED = EncodedTensor("dense", torch.Size([CHUNKS]), torch.float32, 1, 0, Sharding(None, CHUNKS, 0), [])
-FRAMES = (memoryview(b""), memoryview(b"1234"))
+FRAMES = (memoryview(b"1234"),)
 
 
 class Count(Transfer):

@@ -350,7 +350,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     assert operations.lanes == {"pushing"}
     (payload,) = counted.pinned_buffers
     assert payload.numel() == layout.size
-    frames = [chunk.frames[1] for chunk in encoded_by(transfer).chunks]
+    frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
     pinned = payload.view(torch.uint8).numpy()
     assert all(np.shares_memory(np.frombuffer(frame, np.uint8), pinned) for frame in frames)
 

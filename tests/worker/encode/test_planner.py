@@ -72,11 +72,11 @@ def test_a_device_copies_dense_values_to_where_servers_of_this_host_read(
 ) -> None:
     planner, tensor = on_a_device(planner_of("same"), monkeypatch), torch.randn(count)
     request = Request(tensor, "weight")
-    frames = [chunk.frames[1] for chunk in encoded_by(prepared(planner.begin(request, 0, arena))).chunks]
+    frames = [chunk.frames[0] for chunk in encoded_by(prepared(planner.begin(request, 0, arena))).chunks]
     assert len(frames) == 2
     assert all(arena.find(frame) is not None for frame in frames)
     broadcast = Request(tensor, "weight", Options(purpose="broadcast"))
-    frames = [chunk.frames[1] for chunk in encoded_by(prepared(planner.begin(broadcast, 0, arena))).chunks]
+    frames = [chunk.frames[0] for chunk in encoded_by(prepared(planner.begin(broadcast, 0, arena))).chunks]
     assert all(arena.find(frame) is None for frame in frames)
 
 

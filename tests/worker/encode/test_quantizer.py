@@ -302,10 +302,10 @@ def test_answers_of_another_size_are_refused(form: ValueForm, kind: str) -> None
     for begin in ways.values():
         transfer = begin(gradient(columns, 0, 0), make_quantizer(form, columns, kind))
         answer = aggregate([transfer], average=False)[0]
-        positions, whole = answer.frames
+        *positions, whole = answer.frames
         for values in (whole[:-1], memoryview(bytes(whole) + b"\0")):
             with pytest.raises(ProtocolError, match=r"payload: (\d+ bytes of \w+ values|frames of)"):
-                transfer.on_answer(Answer(answer.server, answer.result, (positions, values)))
+                transfer.on_answer(Answer(answer.server, answer.result, (*positions, values)))
 
 
 def planner_of(form: ValueForm, scheme: str = "zenps") -> Planner:

@@ -290,7 +290,7 @@ def test_what_is_pushed_keeps_neither_tensor_nor_result() -> None:
     tensor = torch.arange(40_000.0)
     sharding = make_sharding("centralized", 40_000, DENSE_GRANULE, ([0, 1], 0, 1, 0, 0))
     transfer = DenseTransfer(tensor, sharding, POOL, True, Unchanged(tensor.dtype))
-    frames = [np.frombuffer(chunk.frames[1], np.uint8) for chunk in transfer.encoded.chunks]
+    frames = [np.frombuffer(chunk.frames[0], np.uint8) for chunk in transfer.encoded.chunks]
     for other in (tensor, transfer.finish()):
         assert not any(np.shares_memory(frame, other.numpy()) for frame in frames)
 

@@ -440,10 +440,11 @@ def damaged(answer: Answer) -> dict[str, Answer]:
         "rows": Answer(server, structs.replace(result, rows=result.rows + 1), frames),
         "codec": Answer(server, structs.replace(result, codec=other_codec), frames),
         "no frames": Answer(server, result, ()),
-        "one frame": Answer(server, result, frames[:1]),
-        "three frames": Answer(server, result, (*frames, NOTHING)),
-        "no values": Answer(server, result, (frames[0], NOTHING)),
-        "longer values": Answer(server, result, (frames[0], memoryview(bytes(frames[1]) + b"\0"))),
+        "a frame less": Answer(server, result, frames[:-1]),
+        "a frame more": Answer(server, result, (*frames, NOTHING)),
+        "a frame before": Answer(server, result, (NOTHING, *frames)),
+        "no values": Answer(server, result, (*frames[:-1], NOTHING)),
+        "longer values": Answer(server, result, (*frames[:-1], memoryview(bytes(frames[-1]) + b"\0"))),
     }
 
 
@@ -480,7 +481,7 @@ def test_a_position_of_no_row_is_refused() -> None:
 @pytest.mark.parametrize("contributes", [False, True])
 def test_a_whole_tensor_that_nobody_pushed_is_zero_or_its_root_is_lost(contributes: bool) -> None:
     transfer = WholeTransfer(torch.ones(3), Sharding(None, 1, 0), contributes, Unchanged(torch.float32))
-    transfer.on_answer(Answer(0, Result(1, "t", 0, 0, 0, "none", 0), (memoryview(b""), memoryview(b""))))
+    transfer.on_answer(Answer(0, Result(1, "t", 0, 0, 0, "none", 0), (NOTHING,)))
     if contributes:
         assert transfer.finish().tolist() == [0, 0, 0]
         return

@@ -142,7 +142,7 @@ def test_what_is_in_flight_at_an_admission_fails(worker: Worker) -> None:
 def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: int) -> None:
     tensor = torch.ones(count)
     result = Result(1, "x", 0, 0, 0, "none")
-    nothing, coder = (memoryview(b""), memoryview(b"")), Unchanged(tensor.dtype)
+    nothing, coder = (memoryview(b""),), Unchanged(tensor.dtype)
     for contributes in (False, True):
         transfer: WholeTransfer | DenseTransfer
         if count == 3:

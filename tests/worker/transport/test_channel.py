@@ -381,14 +381,14 @@ class Server:
         """A sum of four zeros, as of :func:`whole`."""
         (peer,) = self.peers
         result = Result(1, name, 0, 0, rows=4, codec="none", pushed=4)
-        frames = [memoryview(b""), memoryview(bytes(16))]
+        frames = [memoryview(bytes(16))]
         self._socket.send_multipart([peer, encode("default", result, frames), *frames])
 
 
 def whole(name: str, ring_epoch: int, size_bytes: int = 16) -> EncodedTensor:
     """A tensor of zeros, all of it at server 0."""
     count = size_bytes // 4
-    frames = (memoryview(b""), memoryview(bytes(size_bytes)))
+    frames = (memoryview(bytes(size_bytes)),)
     chunk = EncodedChunk(0, 0, count, count, "none", frames)
     sharding = Sharding(None, 1, 0, ring_epoch)
     return EncodedTensor("dense", torch.Size([count]), torch.float32, 1, 0, sharding, (chunk,))

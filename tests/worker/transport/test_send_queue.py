@@ -10,7 +10,7 @@ from zenps.worker.transport.send_queue import SendQueue
 
 def push(server: int, tensor: str, priority: int, step: int = 0, chunk: int = 0) -> Outgoing:
     message = Push(1, 0, tensor, step, chunk, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
-    return Outgoing(server, message, (memoryview(b""), memoryview(bytes(16))), priority)
+    return Outgoing(server, message, (memoryview(bytes(16)),), priority)
 
 
 def taken(send_queue: SendQueue, server: int) -> list[Outgoing]:
