@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
+from ..core.interrupts import Ready
 from ..core.pending import Pending, Waiting
 from ..core.request import Options, Request
 from ..core.statistics import Counted, Progress
@@ -120,11 +121,11 @@ class ServerBackend(Backend):
         """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
         return self.begin(Request(table, name, CONTROL), "nothing")
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def look(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
         self._queue.look(ready)
 
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, ready: Ready, until: float) -> None:
         """Polls until ``ready()`` or the monotonic time ``until``."""
         self._session.channel.wait(ready, until)
 

@@ -23,6 +23,9 @@ from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
 
+Ready = Callable[[], bool]
+"""True once what a thread waits for is there. It is asked often, and must not wait itself."""
+
 
 _main_thread = threading.main_thread().ident
 
@@ -137,7 +140,7 @@ class Sleepers:
         self.alarms: set[SimpleQueue[None]] = set()
         """Empty while no thread sleeps: then a call of :meth:`wake` may be left out."""
 
-    def sleep(self, ready: Callable[[], bool], until: float) -> None:
+    def sleep(self, ready: Ready, until: float) -> None:
         """Returns once ``ready()``, asked after each :meth:`wake`, or at the monotonic time ``until``."""
         alarm: SimpleQueue[None] = SimpleQueue()
         self.alarms.add(alarm)  # before ready() is asked: a wake between the two is not missed

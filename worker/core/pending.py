@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
-from .interrupts import MASK, Sleepers
+from .interrupts import MASK, Ready, Sleepers
 from .request import Options, device_error
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
@@ -44,11 +44,11 @@ class Waiter(ABC):
     """A way in which a thread waits for results that other threads or nodes produce."""
 
     @abstractmethod
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, ready: Ready, until: float) -> None:
         """Returns once ``ready()``, or at the monotonic time ``until``."""
 
     @abstractmethod
-    def look(self, ready: Callable[[], bool]) -> None:
+    def look(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
 
 
@@ -58,10 +58,10 @@ class Notifier(Waiter):
     def __init__(self) -> None:
         self._sleepers = Sleepers()
 
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, ready: Ready, until: float) -> None:
         self._sleepers.sleep(ready, until)
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def look(self, ready: Ready) -> None:
         """Does nothing: the other thread needs no help."""
 
     def notify(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import zmq
@@ -29,7 +29,7 @@ from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 
-from ..core.interrupts import MASK
+from ..core.interrupts import MASK, Ready
 from ..core.pending import LeftError, Pending, Waiter
 from ..core.request import Options
 from ..core.spans import Spans
@@ -145,7 +145,7 @@ class Channel(Waiter):
         """Makes the threads in :meth:`wait` check ``ready()`` again. Never takes the lock."""
         self._lock.wake_all()
 
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, ready: Ready, until: float) -> None:
         """Polls, or sleeps while another thread does, until ``ready()`` or the monotonic time ``until``."""
         while True:
             with MASK:
@@ -157,7 +157,7 @@ class Channel(Waiter):
             if ready() or time.monotonic() >= until:
                 return
 
-    def look(self, ready: Callable[[], bool] = lambda: False) -> None:
+    def look(self, ready: Ready = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
         self.wait(ready, time.monotonic() + LOOK_SECONDS)
 
@@ -236,7 +236,7 @@ class Channel(Waiter):
         # Some rounds may not be pushed any more, and the caller may be a thread that has none.
         self._execute(self._rounds.on_lost(commands.event_error(error)))
 
-    def _poll(self, ready: Callable[[], bool], until: float) -> None:
+    def _poll(self, ready: Ready, until: float) -> None:
         while True:
             while self._lock.commands:
                 self._run(self._lock.commands.popleft())

@@ -12,10 +12,9 @@ import contextlib
 import socket as net
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ..core.interrupts import Sleepers
+from ..core.interrupts import Ready, Sleepers
 
 Command = TypeVar("Command")
 
@@ -55,7 +54,7 @@ class CombiningLock(Generic[Command]):
             self._wake_owner()
             return False
 
-    def take_or_sleep(self, ready: Callable[[], bool], until: float) -> bool:
+    def take_or_sleep(self, ready: Ready, until: float) -> bool:
         """Takes the lock if it is free. If not, sleeps until it is, or ``ready()``, or the time ``until``."""
         with self._guard:
             if not self._taken:

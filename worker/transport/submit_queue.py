@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from zenps.errors import ZenPSError
 from zenps.observe.clock import now_ns
 
-from ..core.interrupts import MASK
+from ..core.interrupts import MASK, Ready
 from ..core.pending import Pending, Waiter
 from ..core.spans import Spans
 from ..core.steps import Steps
@@ -67,13 +66,13 @@ class SubmitQueue(Waiter):
             with MASK.lifted:
                 time.sleep(LOOK_SECONDS)
 
-    def wait(self, ready: Callable[[], bool], until: float) -> None:
+    def wait(self, ready: Ready, until: float) -> None:
         # Push everything before waiting: other ranks wait for these tensors.
         if self._staged:
             self.advance(until)
         self._channel.wait(ready, until)
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def look(self, ready: Ready) -> None:
         self.advance(until=0.0)
         self._channel.look(ready)
 
