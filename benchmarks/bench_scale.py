@@ -180,7 +180,7 @@ def measure_server(workers: int) -> Server:
         pushing += seconds_of(push)
         (last,) = reduced
         result, empty = Result(1, "t", step, 0, 256, "none"), memoryview(b"")
-        outcome = AllreduceOutcome(result, empty, empty)
+        outcome = AllreduceOutcome((result, (empty,)))
         replying += seconds_of(lambda last=last, outcome=outcome: rounds.finish(last.key, outcome, 0.0))
     message = Push(1, 0, "t", ROUNDS, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True)
     rounds.on_push(HeldPush(peers[0], message, None, 1024), float(ROUNDS))
