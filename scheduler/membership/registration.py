@@ -16,10 +16,9 @@ Settings = dict[str, str | int | float]
 # What a setting is limited by, so that it may differ where all nodes were given the same.
 LIMITED = {"sync.chunk_bytes": " (cluster.server_budget_bytes and cluster.workers limit it)"}
 
-_ENDED: Final = (
-    "this job has ended, for all its workers have left; start another, or set cluster.rejoin_seconds for the "
-    "scheduler if workers join again"
-)
+_REJOIN: Final = "start another, or set cluster.rejoin_seconds for the scheduler if workers join again"
+_ENDED: Final = f"this job has ended, for all its workers have left; {_REJOIN}"
+_ENDS: Final = f"a worker has left this job, which ends when all its workers have left; {_REJOIN}"
 
 
 def refusal(message: Register, job: Job) -> Refused | None:
@@ -50,7 +49,10 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
     expected = cluster.workers if role == "worker" else cluster.servers
     may_join = role == "server" or cluster.is_elastic
     is_open = job.state == "gathering" or (may_join and job.state in ("confirming", "running"))
-    if not is_open or (role == "worker" and members.count(role, *ALIVE) >= expected):
+    is_complete = members.count(role, *ALIVE) >= expected
+    if role == "worker" and not (is_open or is_complete or cluster.rejoin_seconds):
+        return Refused("usage", _ENDS)
+    if not is_open or (role == "worker" and is_complete):
         return Refused(
             "usage",
             f"the cluster is complete with {expected} {role}(s) and {job.state}; "

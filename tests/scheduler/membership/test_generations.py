@@ -304,6 +304,18 @@ def test_a_process_that_has_ended_does_not_count_for_those_that_join_again() -> 
     assert sent(membership.on_message(b"launch", Ended("worker", 1, "box"), 9.0), Stop) == {}
 
 
+def test_without_the_setting_the_first_that_joins_again_is_told_so_before_the_last_has_left() -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    confirm(membership, [server(0), server(1)])
+    refused = only(membership.on_message(b"new-0", register("worker", 0, pid=0), 2.0), b"new-0")
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("a worker has left this job, which ends when all its workers have left")
+    assert "cluster.rejoin_seconds" in refused.reason
+    membership.on_message(worker(1), Leave(), 3.0)
+    assert membership.state == "draining"
+
+
 def test_the_first_that_joins_again_need_not_wait_for_the_last_to_leave() -> None:
     membership = running(rejoin_seconds=REJOIN_SECONDS)
     membership.on_message(worker(0), Leave(), 1.0)
