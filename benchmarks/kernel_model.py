@@ -51,7 +51,6 @@ class Cost(NamedTuple):
     name: str
     instructions: float
     bytes: float
-    launches: int = 1
 
     def seconds(self) -> float:
         """Predicted time on the device."""
@@ -122,7 +121,7 @@ def evaluate(case: Case) -> Entry:
     costs = recorder.costs()
     seconds = sum(cost.seconds() for cost in costs) / sampled
     floor_seconds = floor_bytes / sampled / BYTES_PER_SECOND
-    launches = sum(cost.launches for cost in costs)
+    launches = len(costs)
     waiting = launches * LAUNCH_SECONDS / case.elements
     parts: dict[str, tuple[float, float]] = {}
     for cost in costs:
