@@ -261,12 +261,7 @@ class Job:
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
         self.advance("another job begins")
         self.has_replaced = True
-        dead = self.recovery.newest
         self._begin(now)
-        if dead is not None:
-            # A left-over node may not hear of its end. Then a later scheduler hears of both jobs, and goes by
-            # the newest view, which has to be one of this job.
-            self.views.newer_than = dead.epoch
         self.recovery.waiting = waiting
         reason = "another job of this name has begun, and this node is left over from the one before"
         if lost:

@@ -1,7 +1,8 @@
 """Recovery of a restarted scheduler: it learns from returning members what the job was.
 
 A scheduler keeps nothing on disk. It asks nodes that it does not know to register again. Members register
-with their view, and the newest of these views is the job as it was.
+with their view, and the newest of these views is the job as it was. A node that is left over from a dead job
+of the same name registers with that job's view; the job that goes on is the one whose workers return.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Recovery:
     """Fills the table of nodes again.
 
     Attributes:
-        newest: the newest view of any member that has returned; None before the first.
+        newest: the newest view of the job whose workers return; None before the first view of any job.
         generation: the newest generation of workers that registered and were no members: torchrun has
             started them.
         waiting: nodes without a view that were no members, by routing identity. They register once the
@@ -33,25 +34,25 @@ class Recovery:
         self.newest: View | None = None
         self.generation = 0
         self.waiting: dict[bytes, Node] = {}
+        self._views: dict[int, View] = {}
+        """The newest view of each job, by the job's origin."""
+        self._others: dict[bytes, Node] = {}
+        """Nodes with a view that are no members: they are of another job, or were lost or drained."""
 
     def readmit(self, peer: bytes, message: Register, now: float) -> None:
         """Adds a node that was a member. Any other node waits if it has no view."""
-        if message.view is not None:
-            self._learn(message.view)
-        rank = self._rank_before(peer, message)
-        if rank is not None and not self._is_taken(message.role, rank):
-            epoch = self._epoch_of(message.view)
-            self._members.add(Node(peer, message, rank, last_heard=now, epoch=epoch))
-            self.waiting.pop(peer, None)
-            return
-        if rank is None:
-            self.generation = max(self.generation, message.generation)
+        node = Node(peer, message, message.rank, last_heard=now)
         if message.view is None:
-            self.waiting[peer] = Node(peer, message, message.rank, last_heard=now)
+            self.waiting[peer] = node
+        else:
+            self._others[peer] = node
+            self._learn(message.view)
+        self._place(node)
 
     def drop_silent(self, since: float) -> None:
-        """Drops the waiting nodes that have not registered since then; heartbeats let each register again."""
+        """Drops others than members that have not registered since then; heartbeats let each do so again."""
         self.waiting = {peer: node for peer, node in self.waiting.items() if node.last_heard >= since}
+        self._others = {peer: node for peer, node in self._others.items() if node.last_heard >= since}
 
     def has_returned(self, role: Role) -> bool:
         """True if a node of this role has returned with a view."""
@@ -107,29 +108,64 @@ class Recovery:
         assert self.newest is not None
         return self.newest
 
+    def _place(self, node: Node) -> None:
+        """Makes a node that has registered a member if it was one."""
+        rank = self._rank_before(node.peer, node.register)
+        if rank is None:
+            self.generation = max(self.generation, node.register.generation)
+        elif not self._is_taken(node.role, rank):
+            node.rank, node.epoch = rank, self._epoch_of(node.register.view)
+            self._members.add(node)
+            self.waiting.pop(node.peer, None)
+            self._others.pop(node.peer, None)
+
     def _before(self) -> list[Member]:
-        workers = [member for member in self._view.workers if member.rank not in self._view.left]
-        return [*workers, *self._view.servers]
+        return [*_workers_of(self._view), *self._view.servers]
 
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
 
         Only views of servers have the identities of workers. Where there is one, it has to be the same.
         """
-        process = (message.role, message.host, message.pid, message.address)
-        alike = [m for m in self._before() if (m.role, m.host, m.pid, m.address) == process]
+        alike = [m for m in self._before() if _process(m) == _process(message)]
         ranks = [m.rank for m in alike if m.identity in (b"", public_identity(peer))]
         # Containers on one machine's network have its name, and each has a process 1.
         return message.rank if message.rank in ranks else next(iter(ranks), None)
 
     def _learn(self, view: View) -> None:
         """Follows the newest view: nodes that returned with an older one may be members no more."""
-        if self.newest is not None and view.epoch <= self.newest.epoch:
+        known = self._views.get(view.origin)
+        if known is None or view.epoch > known.epoch:
+            self._views[view.origin] = view
+        newest = self._likeliest()
+        if newest is self.newest:
             return
-        self.newest = view
-        for node in self._members:
-            if self._rank_before(node.peer, node.register) != node.rank:
-                self._members.forget(node)
+        self.newest = newest
+        others = [n for n in self._members if self._rank_before(n.peer, n.register) != n.rank]
+        for node in others:
+            self._members.forget(node)
+            if node.register.view is not None:
+                self._others[node.peer] = node
+        for node in [*self._others.values()]:  # those without a view are asked to register again
+            self._place(node)
+
+    def _likeliest(self) -> View:
+        """Returns the newest view of the job that misses the fewest workers; of several, that of most epochs.
+
+        Two jobs are there if a node that is left over from a dead one has not heard of its end.
+        """
+        if len(self._views) == 1:
+            return next(iter(self._views.values()))
+        nodes = (*self._members.alive(), *self.waiting.values(), *self._others.values())
+        registers = [node.register for node in nodes if node.role == "worker"]
+
+        def missing(view: View) -> int:
+            # Pods keep their names, and each has a process 1: workers of two jobs may look alike.
+            of_the_job = [r for r in registers if r.view is None or r.view.origin == view.origin]
+            here = {_process(register) for register in of_the_job}
+            return sum(_process(worker) not in here for worker in _workers_of(view))
+
+        return min(self._views.values(), key=lambda view: (missing(view), -view.epoch))
 
     def _is_taken(self, role: Role, rank: int) -> bool:
         return any((node.role, node.rank) == (role, rank) for node in self._members)
@@ -143,3 +179,12 @@ class Recovery:
             return 0
         is_another = view.incarnation != self._view.incarnation and view.epoch == self._view.epoch
         return view.epoch - is_another
+
+
+def _workers_of(view: View) -> list[Member]:
+    """The workers of a view that had not left."""
+    return [worker for worker in view.workers if worker.rank not in view.left]
+
+
+def _process(node: Member | Register) -> tuple[Role, str, int, str]:
+    return node.role, node.host, node.pid, node.address

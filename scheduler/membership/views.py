@@ -26,7 +26,6 @@ class Views:
 
     Attributes:
         epoch: of the newest view; 0 before the first.
-        newer_than: all views have later epochs than this one.
         ring_epoch: the epoch in which the ring began.
         admitted: the epoch of the last admission of joining workers; 0 if there was none.
         owners: ``[4096]`` uint16, the rank of each slot's server; empty before the first view.
@@ -39,7 +38,8 @@ class Views:
         self._incarnation = incarnation
         self._restored = 0, 0
         """Epoch and incarnation of the view of an earlier scheduler from which this one continues."""
-        self.epoch = self.newer_than = 0
+        self._origin = incarnation
+        self.epoch = 0
         self.ring_epoch = 0
         self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
@@ -48,7 +48,7 @@ class Views:
 
     def begin_epoch(self, *, keeps_ring: bool) -> None:
         """Members have changed. Without a server the ring stays, too."""
-        self.epoch = max(self.epoch, self.newer_than) + 1
+        self.epoch += 1
         servers = self._members.present("server")
         if servers and not keeps_ring:
             self.ring_epoch = self.epoch
@@ -60,6 +60,7 @@ class Views:
         self.epoch, self.ring_epoch, self.admitted = view.epoch, view.ring_epoch, view.admitted
         self.owners = np.frombuffer(view.owners, dtype="<u2").astype(np.uint16)
         self._restored = view.epoch, view.incarnation
+        self._origin = view.origin
 
     def is_of_another(self, view: View) -> bool:
         """Returns whether neither this scheduler has made ``view`` nor one from whose views it continues."""
@@ -94,6 +95,7 @@ class Views:
             left=tuple(node.rank for node in nodes if node.state == "left"),
             admitted=self.admitted,
             incarnation=self._incarnation,
+            origin=self._origin,
         )
         return msgspec.structs.replace(view, seal=self._seal_of(view))
 

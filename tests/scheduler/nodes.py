@@ -27,6 +27,7 @@ def make_membership(
     rejoin_seconds: float = 0.0,
     settings: dict[str, str | int | float] = SETTINGS,
     on_worker_loss: Literal["fail", "continue"] = "fail",
+    incarnation: int = 0,
 ) -> Membership:
     cluster = ClusterConfig(
         workers=workers,
@@ -37,7 +38,7 @@ def make_membership(
         rejoin_seconds=rejoin_seconds,
         on_worker_loss=on_worker_loss,
     )
-    return Membership("job", cluster, settings, now)
+    return Membership("job", cluster, settings, now, incarnation=incarnation)
 
 
 def register(

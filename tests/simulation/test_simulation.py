@@ -263,6 +263,19 @@ ONCE_FAILED = [
         left_over=True,
         message_units=1024,
     ),
+    # The job had begun before its first scheduler heard of the left-over server, which has a newer view.
+    Script(
+        seed=75404,
+        workers=1,
+        servers=1,
+        steps=1,
+        runs_ahead=True,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.0,
+        faults=(Fault(at=0.75, kind="crash scheduler", target=0, seconds=1.0),),
+        left_over=True,
+    ),
     # Of the workers that wait for the end of a recovery, some have been ended by torchrun.
     Script(
         seed=1568,

@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from zenps.errors import ProtocolError
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Message = TypeVar("Message")
 

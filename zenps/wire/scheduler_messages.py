@@ -132,6 +132,8 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
     """Of the scheduler, by which its successor knows the view again; empty without keys."""
     incarnation: Incarnation = 0
+    origin: Incarnation = 0
+    """The incarnation of the scheduler that began the job: jobs of one name have different origins."""
 
 
 class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):

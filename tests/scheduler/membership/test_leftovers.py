@@ -22,7 +22,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.scheduler_messages import Heartbeat, Refused, Register, View, WhoAreYou
+from zenps.wire.scheduler_messages import Heartbeat, Leave, Refused, Register, View, WhoAreYou
 
 NEW: dict[bytes, Register] = {
     **{worker(10 + n): register("worker", n, 10 + n) for n in range(2)},
@@ -36,13 +36,13 @@ def come(after: Membership, peers: Iterable[bytes] = NEW, now: float = 0.0) -> l
 
 
 def assert_begins(after: Membership, sends: list[Send], now: float = 0.0) -> None:
-    """The new nodes, and they alone, are a job, whose epochs follow those of the dead one."""
+    """The new nodes, and they alone, are a job."""
     assert after.state == "confirming"
     assert sent(sends, View).keys() == {server(10), server(11)}
     views = sent(confirm(after, [server(10), server(11)], now), View)
     assert views.keys() == {worker(10), worker(11)}
     view = views[worker(10)]
-    assert view.epoch == 2
+    assert view.epoch == 1
     assert [member.pid for member in (*view.workers, *view.servers)] == [10, 11, 60, 61]
 
 
@@ -75,7 +75,7 @@ def test_what_is_left_over_is_refused_whenever_it_comes(is_running: bool) -> Non
         refused = only(after.on_message(peer, before.again(peer), 1.0), peer)
         assert isinstance(refused, Refused)
         assert refused.kind == "lost"
-    assert after.epoch == 2
+    assert after.epoch == 1
 
 
 def test_what_is_left_over_begins_no_recovery_while_the_next_job_gathers() -> None:
@@ -156,7 +156,7 @@ def test_a_new_process_with_the_number_of_an_old_one_is_not_taken_for_it() -> No
         assert after.on_message(peer, message, 0.0) == []
     sends = come(after, [server(10), server(11)])
     assert sent(sends, View).keys() == {server(10), server(11)}
-    assert after.epoch == 2
+    assert after.epoch == 1
 
 
 def test_a_new_server_at_an_old_address_is_of_the_new_job() -> None:
@@ -188,6 +188,58 @@ def test_nodes_that_wait_are_told_why_the_scheduler_ends(state: str) -> None:
     refused = sent(after.abort("the scheduler was told to end"), Refused)
     assert refused.keys() >= {worker(10), server(10)}
     assert all("the scheduler was told to end" in refusal.reason for refusal in refused.values())
+
+
+def dead_and_living() -> tuple[Nodes, Nodes]:
+    """The nodes of a dead job, which has had more epochs, and those of the job that has begun since."""
+    dead, living = Nodes(incarnation=1), Nodes(incarnation=2, first=10)
+    for number in range(2, 5):
+        peer = server(number)
+        dead.hear(dead.before.on_message(peer, register("server", pid=50 + number), 0.0))
+        dead.hear(dead.before.on_message(peer, Leave(), 0.0))
+    assert dead.views[server(0)].epoch > living.views[server(10)].epoch
+    return dead, living
+
+
+@pytest.mark.parametrize("left_over", [[server(0)], [worker(0)], [server(0), server(1), worker(0)]])
+@pytest.mark.parametrize("before", range(5))
+def test_a_restarted_scheduler_goes_on_with_the_job_whose_workers_return(
+    left_over: list[bytes], before: int
+) -> None:
+    """The job began before its first scheduler heard of nodes that are left over from a dead one."""
+    dead, living = dead_and_living()
+    after = make_membership(incarnation=3)
+    peers = [*living.registers]
+    living.come(after, peers[:before])
+    dead.come(after, left_over)
+    living.come(after, peers[before:])
+    assert (after.state, after.epoch) == ("running", 1)
+    assert [after.name_of(peer) for peer in peers] == ["worker-0", "worker-1", "server-0", "server-1"]
+    for peer in left_over:
+        refused = only(after.on_message(peer, dead.again(peer), 1.0), peer)
+        assert isinstance(refused, Refused)
+        assert "counts this node as lost" in refused.reason
+    # A scheduler that is restarted once more knows the job by what it was told first.
+    living.hear(after.on_message(server(11), Leave(), 2.0))
+    living.hear(confirm(after, [server(10)], 2.0))
+    again = make_membership(incarnation=4)
+    dead.come(again, left_over)
+    living.come(again, peers[:3])
+    assert (again.state, again.epoch) == ("running", 2)
+
+
+def test_nodes_that_are_left_over_and_silent_are_not_waited_for() -> None:
+    """What had no place in the job that seemed to return has a place once another job does, if it lives."""
+    dead, living = dead_and_living()
+    after = make_membership(incarnation=3)
+    dead.come(after, [server(0), worker(0)])
+    living.come(after, [server(10), server(11)])
+    keep_alive(after, LEASE_SECONDS - 1, [server(0), worker(0)])
+    living.come(after, [server(10)], LEASE_SECONDS - 1)
+    after.on_tick(LEASE_SECONDS + 1)
+    living.come(after, [worker(10), worker(11)], LEASE_SECONDS + 1)
+    assert after.state == "recovering", "server 11 may be dead"
+    assert [after.name_of(peer) for peer in (server(10), server(11))] == ["server-0", ""]
 
 
 def test_nodes_that_come_after_the_end_hear_that_the_job_has_ended() -> None:

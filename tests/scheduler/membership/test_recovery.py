@@ -48,13 +48,21 @@ ENOUGH_SECONDS = LEASE_SECONDS + RECOVERY_GRACE_SECONDS + 1
 class Nodes:
     """The nodes of one job, each with its newest view, after their scheduler died."""
 
-    def __init__(self, workers: int = 2, servers: int = 2, restarts: int = 0, generation: int = 0) -> None:
-        self.before = make_membership(workers, servers)
+    def __init__(
+        self,
+        workers: int = 2,
+        servers: int = 2,
+        restarts: int = 0,
+        generation: int = 0,
+        incarnation: int = 0,
+        first: int = 0,
+    ) -> None:
+        self.before = make_membership(workers, servers, incarnation=incarnation)
         self.views: dict[bytes, View] = {}
         self.registers: dict[bytes, Register] = {
-            worker(n): register("worker", n, n, generation=generation, restarts=restarts)
+            worker(first + n): register("worker", n, first + n, generation=generation, restarts=restarts)
             for n in range(workers)
-        } | {server(n): register("server", pid=50 + n) for n in range(servers)}
+        } | {server(first + n): register("server", pid=50 + first + n) for n in range(servers)}
         for peer, message in self.registers.items():
             self.hear(self.before.on_message(peer, message, 0.0))
         self.confirm()
