@@ -75,7 +75,13 @@ class Job:
         self.state = JOB[self.state][event]
 
     def join(self, node: Node, now: float) -> list[Send]:
-        """Adds a node that may join. A worker of a job that has begun waits for its admission."""
+        """Adds a node that may join. A worker of a job that has begun waits for its admission.
+
+        A server that comes while there is no worker waits with the other servers for some.
+        """
+        if self.is_open_again:
+            self.members.add(node)
+            return []
         has_begun = self.state != "gathering"
         if has_begun and node.role == "worker":
             self.joining.add(node)
@@ -309,8 +315,8 @@ class Job:
         return self.ended.issuperset(range(self.cluster.workers))
 
     def end_if_drained(self) -> list[Send]:
-        """The job has ended once the last server is gone."""
-        if not self.members.alive():
+        """The job has ended once the last server is gone. Another may come as long as workers may."""
+        if not self.members.alive() and not self.is_open_again:
             self.advance("servers left")
             self.until = math.inf
         return []

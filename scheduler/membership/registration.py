@@ -49,6 +49,7 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
     expected = cluster.workers if role == "worker" else cluster.servers
     may_join = role == "server" or cluster.is_elastic
     is_open = job.state == "gathering" or (may_join and job.state in ("confirming", "running"))
+    is_open = is_open or (role == "server" and job.is_open_again)
     is_complete = members.count(role, *ALIVE) >= expected
     if role == "worker" and not (is_open or is_complete or cluster.rejoin_seconds):
         return Refused("usage", _ENDS)

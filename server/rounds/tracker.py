@@ -357,7 +357,9 @@ class ServerRounds:
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
         self._end(round_, event)
-        if self._lost:
+        # A recovery round that fails for a lost rank has had an outcome with its push: if that is asked for
+        # once more, it fails once more.
+        if self._lost and not (round_.is_recovery and isinstance(outcome, FailedRound)):
             round_.excluded = self._lost - round_.ranks
         round_.held, round_.fragments, round_.ranks = {}, {}, set()
         round_.outcome = outcome

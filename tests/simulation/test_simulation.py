@@ -263,6 +263,10 @@ ONCE_FAILED = [
         left_over=True,
         message_units=1024,
     ),
+    # All workers have left, torchrun is about to start others, and the last server is stopped.
+    random_script(1000836),
+    # A failure is forgotten of a round that others have the result of, with the push of a rank that is lost.
+    msgspec.structs.replace(random_script(2000065), left_over=True),
     # The job had begun before its first scheduler heard of the left-over server, which has a newer view.
     Script(
         seed=75404,

@@ -232,6 +232,34 @@ def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
     assert membership.state == "stopped"
 
 
+@pytest.mark.parametrize("how", ["left", "lost"])
+def test_a_server_that_is_replaced_while_workers_may_be_started_again(how: str) -> None:
+    membership = running(servers=1, restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    if how == "left":
+        membership.on_message(server(0), Leave(), 2.0)
+    else:
+        membership.on_tick(2.0 + LEASE_SECONDS)
+    assert (membership.state, membership.live("server")) == ("draining", 0)
+    assert membership.on_message(server(1), register("server", pid=51), 13.0) == []
+    assert view_of(start(membership, 1, 14.0)).servers[0].pid == 51
+    assert {*sent(confirm(membership, [server(1)], now=14.0), View)} == {b"new-0", b"new-1"}
+
+
+def test_a_server_that_comes_while_workers_may_be_started_again_is_stopped_if_none_are() -> None:
+    membership = running(servers=1, restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    membership.on_message(server(1), register("server", pid=51), 2.0)
+    keep_alive(membership, RENDEZVOUS_SECONDS, [server(0), server(1)])
+    sends = membership.on_tick(1.1 + RENDEZVOUS_SECONDS)
+    assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
+    for number in (0, 1):
+        membership.on_message(server(number), Leave(), 62.0)
+    assert membership.state == "stopped"
+
+
 def test_the_first_generation_need_not_be_0() -> None:
     membership = make_membership()
     assert gather(membership, generation=3) != []

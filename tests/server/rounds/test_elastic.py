@@ -168,3 +168,23 @@ def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(is_in_it:
     else:
         assert actions == []
         assert reduced(push(rounds, 1)) == [0, 1]
+
+
+@pytest.mark.parametrize("before", ["an older ring", "a forgotten outcome"])
+def test_a_failure_for_a_lost_rank_that_is_forgotten_is_found_again(before: str) -> None:
+    """Others may have the sum with that rank's push: whoever comes late must not get one without it."""
+    rounds = ServerRounds(1, 30.0)
+    follow(rounds, (0, 1, 2))
+    again = before == "an older ring"
+    if not again:
+        for rank in (0, 1, 2):
+            push(rounds, rank)
+        finish(rounds, KEY)
+        push(rounds, 1, Key("other", 0, 0))  # there is room for one only
+    follow(rounds, (0, 1))
+    for rank in (0, 1, 0):
+        peers, reason = failed(push(rounds, rank, again=again))
+        assert peers == [peer_of(rank)]
+        assert "rank 2 " in reason
+        rounds._history.forget_oldest()
+        assert not list(rounds._history)
