@@ -96,7 +96,7 @@ class Faults:
             return True
         if not self._may_scheduler_crash():
             return False
-        scheduler.is_alive = False
+        scheduler.is_alive, scheduler.is_restarting = False, True
         self._network.at(until, self._simulation.start_scheduler)
         return True
 

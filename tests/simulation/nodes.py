@@ -96,6 +96,8 @@ class Scheduler(Node):
     def __init__(self, simulation: Simulation) -> None:
         super().__init__(simulation, SCHEDULER)
         self.started = self.now
+        self.is_restarting = False
+        """True if this process has died, and another is to follow."""
         self.membership = simulation.parts.membership(
             "job", simulation.cluster, {}, self.now, incarnation=next(simulation.incarnations)
         )

@@ -124,7 +124,7 @@ class Simulation:
     def is_over(self) -> bool:
         """True if all nodes have ended."""
         is_anybody_alive = self.scheduler.is_alive or any(server.is_alive for server in self.servers)
-        return not is_anybody_alive and self.supervisor.is_over
+        return not is_anybody_alive and not self.scheduler.is_restarting and self.supervisor.is_over
 
     def start_server(self) -> None:
         """Starts another server process."""
@@ -195,7 +195,9 @@ class Simulation:
         """Starts a server if there is none, or if the job cannot begin without another."""
         now = self.network.now
         awake = [s for s in self.servers if s.is_alive and s.stalled_until <= now and not s.is_drained]
-        has_begun = any(worker.view for worker in self.workers)
+        # If all that knew the job have died, another begins.
+        is_known = any(node.view and node.is_alive for node in (*self.workers, *self.servers))
+        has_begun = is_known or self.scheduler.membership.epoch
         is_needed = not self.scheduler.is_over and not self.supervisor.is_over
         if len(awake) < (1 if has_begun else self.script.servers) and is_needed:
             self.start_server()
