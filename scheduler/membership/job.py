@@ -288,7 +288,7 @@ class Job:
         sends = to_all(joining, Refused("lost", "the job has ended before it was admitted"))
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
-        if self._has_restarts():
+        if self.may_restart():
             most = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
             seconds = max(seconds, most)
         if not seconds:

@@ -329,9 +329,12 @@ def test_a_worker_that_does_not_return_may_be_started_again() -> None:
     assert {view.ring_epoch for view in sent(sends, View).values()} == {2}
 
 
+@pytest.mark.parametrize("have_left", [False, True])
 @pytest.mark.parametrize("first", ["servers", "workers"])
-def test_workers_are_started_again_while_the_scheduler_is_away(first: str) -> None:
-    nodes, after = Nodes(), make_membership()
+def test_workers_are_started_again_while_the_scheduler_is_away(first: str, have_left: bool) -> None:
+    nodes, after = Nodes(restarts=1), make_membership()
+    for number in (0, 1) if have_left else ():
+        nodes.hear(nodes.before.on_message(worker(number), Leave(), 1.0))
     new = [register("worker", number, 70 + number, generation=1) for number in (0, 1)]
     if first == "servers":
         nodes.come(after, [server(0), server(1)])
@@ -341,6 +344,7 @@ def test_workers_are_started_again_while_the_scheduler_is_away(first: str) -> No
         nodes.come(after, [server(0), server(1)])
     for peer in (server(0), server(1)):
         after.on_message(peer, Heartbeat(1, {}), 14.0)
+    assert after.state == "recovering"
     for number in (0, 1):
         peer = b"new%d" % number
         assert only(after.on_message(peer, Heartbeat(0, {}), 14.0), peer) == WhoAreYou()
