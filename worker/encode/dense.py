@@ -15,7 +15,7 @@ from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
 from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Sharding
-from .quantizer import ValueCoder
+from .quantizer import Empty, ValueCoder
 from .sparse import Ranges
 
 # Elements of a dense tensor that go to the same server: copying 1 KiB runs of float32 is as fast as copying
@@ -23,9 +23,6 @@ from .sparse import Ranges
 DENSE_GRANULE = 256
 
 CPU = torch.device("cpu")
-
-Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""Returns an uninitialised contiguous tensor of a shape and dtype."""
 
 _NOTHING = memoryview(b"")
 
@@ -45,13 +42,21 @@ class WholeTransfer(OneRound):
         sharding: to the server ``home``.
         contributes: True if this rank's values are part of the sum; False if it only pulls the result.
         coder: of the values.
+        encoded: the values, if they are encoded already. Then only shape and dtype of ``tensor`` are used.
     """
 
-    def __init__(self, tensor: Tensor, sharding: Sharding, contributes: bool, coder: ValueCoder) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        sharding: Sharding,
+        contributes: bool,
+        coder: ValueCoder,
+        encoded: memoryview | None = None,
+    ) -> None:
         count = self.rows_given = tensor.numel()
         self._coder = coder
         self._contributes = contributes
-        values = coder.encode_copy(tensor) if contributes else _NOTHING
+        values = _NOTHING if not contributes else coder.encode_copy(tensor) if encoded is None else encoded
         rows = count if contributes else 0
         chunk = EncodedChunk(sharding.home, 0, count, rows, "none", (values,))
         self.encoded = EncodedTensor(
@@ -72,7 +77,7 @@ class WholeTransfer(OneRound):
         return ()
 
     def finish(self) -> Tensor:
-        """Returns the sum: strided, contiguous, of the tensor's shape.
+        """Returns the sum: strided, contiguous, of the tensor's shape, where the coder has decoded it.
 
         Raises:
             RootLostError: no rank contributed, and this rank only pulls.
@@ -188,7 +193,7 @@ class DenseTransfer(GranuleTransfer):
         if contributes:
             # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
             # not depend on the ring.
-            data = coder.encode(_padded(tensor, layout, pool)[:, None])
+            data = coder.encode(padded(tensor, layout.size, pool.empty)[:, None])
             values = _in_position_order(data, coder.size_bytes(DENSE_GRANULE, 1), layout, pool)
         super().__init__(tensor.shape, tensor.dtype, sharding, values, coder, pool.empty, granule_order)
 
@@ -217,13 +222,13 @@ def granule_order(layout: Layout, device: torch.device = CPU) -> Tensor:
     return layout.granule_order(0, layout.size // DENSE_GRANULE).to(device, non_blocking=True)
 
 
-def _padded(tensor: Tensor, layout: Layout, pool: BufferPool) -> Tensor:
-    """Returns a copy, padded with zeros to whole granules."""
+def padded(tensor: Tensor, size: int, empty: Empty) -> Tensor:
+    """Returns a flat copy of a strided tensor in such memory, padded with zeros."""
     count = tensor.numel()
-    padded = pool.empty((layout.size,), tensor.dtype)
-    padded[:count].view(tensor.shape).copy_(tensor.detach())
-    padded[count:].zero_()
-    return padded
+    copy = empty((size,), tensor.dtype)
+    copy[:count].view(tensor.shape).copy_(tensor.detach())
+    copy[count:].zero_()
+    return copy
 
 
 def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: BufferPool) -> Tensor:

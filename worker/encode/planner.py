@@ -22,15 +22,15 @@ from zenps.wire.shared_memory.arena import Arena
 
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
-from ..core.transfer import Sharding, Transfer, Transform
+from ..core.transfer import Transfer, Transform
 from .accelerator import Accelerator, Accelerators, OnDevices
 from .blocks import BlockTransfer
-from .dense import DenseTransfer, WholeTransfer, granule_order
+from .dense import CPU, DenseTransfer, WholeTransfer, granule_order
 from .gpu import KeptMemory, StagedSparse
 from .quantizer import UNCHANGED, Quantizer, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
-from .staged import StagedBlocks, StagedDense, StagedGranules
+from .staged import StagedBlocks, StagedDense, empty_on
 from .streams import LONGEST_NAME, Plan, plan_streams
 from .transforms import TRANSFORMS
 
@@ -119,15 +119,14 @@ class Planner:
             return StagedBlocks(tensor, plan, shardings, gpu)
         sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
         coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
-        if gpu is None:
-            pool = self._unpooled if options.purpose == "broadcast" else self._pool
-            return _begin_dense(sharding, pool, options.contributes, coder, tensor)
-        pool = self._pinned(gpu, None if options.purpose == "broadcast" else arena)
-        if sharding.layout is not None and coder.form == "same":
+        if gpu is not None:
+            pool = self._pinned(gpu, None if options.purpose == "broadcast" else arena)
             order = partial(self._granule_orders.of, gpu)
-            return StagedGranules(tensor, sharding, options.contributes, coder, order, gpu, pool)
-        begin = partial(_begin_dense, sharding, pool, options.contributes, coder)
-        return StagedDense(tensor, begin, gpu)
+            return StagedDense(tensor, sharding, options.contributes, coder, order, gpu, pool)
+        if sharding.layout is None:
+            return WholeTransfer(tensor, sharding, options.contributes, coder)
+        pool = self._unpooled if options.purpose == "broadcast" else self._pool
+        return DenseTransfer(tensor, sharding, pool, options.contributes, coder)
 
     def _begin_sparse(
         self, request: Request, expected_rows: int, gpu: Accelerator | None, arena: Arena | None
@@ -163,22 +162,21 @@ class Planner:
         return plan_streams(tensor.shape.numel(), tensor.dtype.itemsize, sync.block, sync.fusion, max_bytes)
 
     def _coder(self, request: Request, rows: int, columns: int) -> ValueCoder:
-        """Returns the coder of the tensor's values."""
+        """Returns the coder of the tensor's values.
+
+        The residual of a sparse tensor on a GPU, which is as large as the whole table, is on the host.
+        """
         tensor, name, options = request
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
         if codec is None or options.residuals is None or not self.quantizes(request):
             return UNCHANGED[tensor.dtype]
-        residual = None if options.is_dropped else options.residuals.of(name, rows, columns)
-        return Quantizer(codec, residual, self._pool, options.parts)
+        device = CPU if tensor.is_sparse else tensor.device
+        empty = self._pool.empty if device == CPU else partial(empty_on, device)
+        residual = None
+        if not options.is_dropped:
+            residual = options.residuals.of(name, rows, columns, device=device)
+        return Quantizer(codec, residual, empty, options.parts)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""
         return None if tensor.is_cpu else self._accelerators.of(tensor.device)
-
-
-def _begin_dense(
-    sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder, tensor: Tensor
-) -> Transfer:
-    if sharding.layout is None:
-        return WholeTransfer(tensor, sharding, contributes, coder)
-    return DenseTransfer(tensor, sharding, pool, contributes, coder)

@@ -9,18 +9,21 @@ not affect them, and a repeated push has the same bytes. A joining worker begins
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.kernels.cpu import put_rows
 from zenps.partition.layout import Layout
 from zenps.wire.tensors import DTYPES, copied_bytes, tensor_bytes, tensor_from_bytes
 
 from ..core.request import Parts
+
+Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Returns an uninitialised contiguous tensor of a shape and dtype."""
 
 
 class ValueCoder(ABC):
@@ -32,18 +35,21 @@ class ValueCoder(ABC):
 
     form: ValueForm
     keeps_residual: ClassVar[bool]
-    """True if the coder has to know which rows it encodes."""
+    """True if the coder has to know which rows it encodes, and overwrites them."""
+    flags: slice | None = None
+    """The elements of a dense gradient that say which of its parts there are; None: it is one part."""
 
     @abstractmethod
     def size_bytes(self, rows: int, columns: int) -> int:
         """Returns the size of the encoded values."""
 
     @abstractmethod
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
         """Encodes all rows in order: uint8 ``[size_bytes]``, perhaps on the memory of ``values``.
 
         Args:
-            values: ``[rows, columns]`` on the CPU, contiguous; may be overwritten.
+            values: ``[rows, columns]`` on the coder's device, contiguous; may be overwritten.
+            flags: the elements :attr:`flags` on the CPU. None: ``values`` are on the CPU.
         """
 
     @abstractmethod
@@ -51,6 +57,7 @@ class ValueCoder(ABC):
         """Encodes some rows, as :meth:`encode` does.
 
         Args:
+            values: on the CPU.
             positions: of the rows, unique, int64 ``[n]``.
         """
 
@@ -60,7 +67,9 @@ class ValueCoder(ABC):
 
     @abstractmethod
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        """Decodes values of ``shape`` ``[rows]`` or ``[rows, columns]`` on the CPU; perhaps on ``data``.
+        """Decodes values of ``shape`` ``[rows]`` or ``[rows, columns]``; perhaps on the memory of ``data``.
+
+        Unchanged values are on the CPU, others on the coder's device.
 
         Raises:
             ProtocolError: ``data`` has another size than ``shape`` needs.
@@ -70,7 +79,7 @@ class ValueCoder(ABC):
     def decode_into(self, data: memoryview, out: Tensor) -> None:
         """Decodes values into ``out``, which is contiguous. Raises as :meth:`decode`.
 
-        Unchanged values may go to a device, on its current stream; ``data`` is read before this returns.
+        They may go to a device, on its current stream; ``data`` is read before this returns.
         """
 
 
@@ -90,7 +99,7 @@ class Unchanged(ValueCoder):
     def size_bytes(self, rows: int, columns: int) -> int:
         return rows * columns * self._dtype.itemsize
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
         return values.reshape(-1).view(torch.uint8)
 
     def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
@@ -117,7 +126,7 @@ class Quantizer(ValueCoder):
         codec: of the values.
         residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
             None for a gradient that is thrown away: nothing is added to it, and its errors are lost.
-        pool: for encoded and decoded values.
+        empty: makes the memory for encoded and decoded values, on the device of the residual.
         parts: of a dense gradient. The residual of one that is not there stays as it is.
     """
 
@@ -127,26 +136,28 @@ class Quantizer(ValueCoder):
         self,
         codec: ValueCodec,
         residual: Tensor | None,
-        pool: BufferPool,
+        empty: Empty,
         parts: Parts | None = None,
     ) -> None:
         self.form = codec.form
+        self.flags = None if parts is None else parts.flags
         self._codec = codec
         self._residual = residual
-        self._pool = pool
-        self._parts = parts
+        self._empty = empty
+        self._ranges = () if parts is None else parts.ranges
 
     def size_bytes(self, rows: int, columns: int) -> int:
         return self._codec.size_bytes(rows, columns)
 
-    def encode(self, values: Tensor) -> Tensor:
+    def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
         residual = self._residual
         if residual is None:
             return self._round(values)[0]
-        parts = self._parts
         absent: list[tuple[int, int]] = []
-        if parts is not None and not (flags := values[parts.flags, 0]).all():
-            absent = [part for part, flag in zip(parts.ranges, flags.tolist(), strict=True) if not flag]
+        if flags is None and self.flags is not None:
+            flags = values[self.flags, 0]
+        if flags is not None and not flags.all():
+            absent = [part for part, flag in zip(self._ranges, flags.tolist(), strict=True) if not flag]
         values += residual
         for begin, end in absent:
             values[begin:end] = 0
@@ -167,9 +178,10 @@ class Quantizer(ValueCoder):
 
     def _round(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the encoded values and their rounding errors."""
-        data = self._pool.empty((self._codec.size_bytes(*values.shape),), torch.uint8)
+        data = self._empty((self._codec.size_bytes(*values.shape),), torch.uint8)
         self._codec.encode(values, data)
-        decoded = self.decode(data.numpy().data, tuple(values.shape))
+        decoded = self._empty(tuple(values.shape), torch.float32)
+        self._codec.dequantize(data, decoded)
         # NaN and infinite errors are dropped: they would come back in every later step.
         return data, torch.sub(values, decoded, out=decoded).nan_to_num_(0, 0, 0)
 
@@ -178,7 +190,7 @@ class Quantizer(ValueCoder):
         return tensor_bytes(self.encode(copy.view(tensor.numel(), 1)))
 
     def decode(self, data: memoryview, shape: tuple[int, ...]) -> Tensor:
-        out = self._pool.empty(shape, torch.float32)
+        out = self._empty(shape, torch.float32)
         self.decode_into(data, out)
         return out
 

@@ -19,12 +19,13 @@ from zenps.buffers import BufferPool
 from zenps.errors import TensorError, ZenPSError
 from zenps.kernels.gpu.scatter import gather_rows
 from zenps.partition.layout import Layout
+from zenps.wire.tensors import tensor_bytes
 
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
-from .dense import DENSE_GRANULE, GranuleTransfer
+from .dense import DENSE_GRANULE, GranuleTransfer, WholeTransfer, padded
 from .quantizer import ValueCoder
 from .streams import Plan
 
@@ -73,33 +74,10 @@ class Staged(Transfer):
         return self._accelerator.to_host(tensor, pool)
 
 
-class StagedDense(Staged):
-    """A strided tensor on a GPU: copied to pinned memory, then transferred like one on the CPU.
+class StagedStrided(Staged):
+    """A strided tensor on a GPU. Once it is prepared, a transfer of the host, ``_inner``, does its rounds."""
 
-    For small ones, and for quantized values, whose residuals are on the host.
-
-    Args:
-        tensor: of any shape; it must not change before the round has ended.
-        transfer: constructs the transfer of the copy, with results in pinned memory if they are large.
-    """
-
-    def __init__(
-        self, tensor: Tensor, transfer: Callable[[Tensor], Transfer], accelerator: Accelerator
-    ) -> None:
-        self.rows_given = tensor.numel()
-        self._tensor = tensor.detach()
-        self._make = transfer
-        super().__init__(accelerator)
-
-    def _prepare(self) -> Iterator[Event]:
-        gpu = self._accelerator
-        gpu.pushing.follow(self._tensor)
-        with gpu.pushing.current():
-            # An asynchronous copy would have the bytes of a negative view without its sign.
-            copy = self._to_host(self._tensor.resolve_neg())
-        yield gpu.pushing.mark()
-        del self._tensor
-        self._inner = self._make(copy)
+    _inner: Transfer
 
     def begin(self) -> Sequence[EncodedTensor]:
         return self._inner.begin()
@@ -124,16 +102,17 @@ class StagedDense(Staged):
         return self._inner.report(progress)
 
 
-class StagedGranules(StagedDense):
-    """A large strided tensor on a GPU, whose values travel unchanged: the host copies none of them.
+class StagedDense(StagedStrided):
+    """A strided tensor on a GPU of which the host copies no value.
 
-    The device brings the granules into the order of positions, one copy has them all in pinned memory, and
-    frames are slices of that. What is pulled goes from where it was received to the device, which brings it
-    into the tensor's order.
+    The device encodes the values and brings them into the order of positions, one copy has them all in
+    pinned memory, and frames are slices of that. What is pulled goes from where it was received to the
+    device, which decodes it and brings it into the tensor's order.
 
     Args:
         tensor: of any shape; it must not change before the round has ended.
-        sharding, contributes, coder: as for ``DenseTransfer``.
+        sharding, contributes: as for ``WholeTransfer`` and ``DenseTransfer``.
+        coder: of the values, on the device.
         order: returns ``granule_order`` on the device.
         pool: pinned memory for what is pushed.
     """
@@ -150,34 +129,54 @@ class StagedGranules(StagedDense):
     ) -> None:
         self._sharding, self._contributes, self._coder = sharding, contributes, coder
         self._order, self._pool = order, pool
+        self._empty = partial(empty_on, accelerator.device)
         self.rows_given = tensor.numel()
         self._tensor = tensor.detach()
-        Staged.__init__(self, accelerator)
+        super().__init__(accelerator)
 
     def _prepare(self) -> Iterator[Event]:
-        gpu, layout = self._accelerator, self._sharding.layout
-        assert layout is not None
-        values = None
+        gpu, coder, values = self._accelerator, self._coder, None
         if self._contributes:
             gpu.pushing.follow(self._tensor)
+            flags = None
+            if coder.flags is not None:
+                with gpu.pushing.current():
+                    flags = self._to_host(self._tensor.reshape(-1)[coder.flags])
+                yield gpu.pushing.mark()
             with gpu.pushing.current():
-                granules = _in_rows(self._tensor, layout.size // DENSE_GRANULE, DENSE_GRANULE)
-                if not layout.keeps_order:
-                    granules = granules.index_select(0, self._order(layout))
-                values = self._to_host(granules, self._pool)
-                del granules
+                values = self._to_host(self._encode(flags), self._pool)
             yield gpu.pushing.mark()
-        shape, dtype = self._tensor.shape, self._tensor.dtype
+        like = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
         del self._tensor
-        empty = partial(_empty_on, gpu.device)
-        self._inner = GranuleTransfer(shape, dtype, self._sharding, values, self._coder, empty, self._order)
+        sharding = self._sharding
+        if sharding.layout is None:
+            encoded = None if values is None else tensor_bytes(values)
+            self._inner = WholeTransfer(like, sharding, self._contributes, coder, encoded)
+        else:
+            self._inner = GranuleTransfer(
+                like.shape, like.dtype, sharding, values, coder, self._empty, self._order
+            )
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         with self._accelerator.pulling.current():
             return super().on_answer(answer)
 
+    def _encode(self, flags: Tensor | None) -> Tensor:
+        """Returns the encoded values as they are pushed: uint8 on the device."""
+        coder, layout = self._coder, self._sharding.layout
+        size = layout.size if layout is not None else self.rows_given
+        if coder.keeps_residual:  # overwrites what it encodes
+            values = padded(self._tensor, size, self._empty)
+        else:
+            values = _flat(self._tensor, size)
+        encoded = coder.encode(values[:, None], flags)
+        if layout is None or layout.keeps_order:
+            return encoded
+        granules = encoded.view(-1, coder.size_bytes(DENSE_GRANULE, 1))
+        return granules.index_select(0, self._order(layout)).view(-1)
 
-class StagedBlocks(StagedDense):
+
+class StagedBlocks(StagedStrided):
     """A strided tensor on a GPU whose blocks that are not zero are copied to pinned memory, and no others.
 
     The device says which blocks these are, so the preparation waits for two events.
@@ -196,13 +195,13 @@ class StagedBlocks(StagedDense):
         self._plan, self._shardings = plan, shardings
         self.rows_given = tensor.numel()
         self._tensor = tensor.detach()
-        Staged.__init__(self, accelerator)
+        super().__init__(accelerator)
 
     def _prepare(self) -> Iterator[Event]:
         gpu, plan = self._accelerator, self._plan
         gpu.pushing.follow(self._tensor)
         with gpu.pushing.current():
-            table = _in_rows(self._tensor, plan.blocks, plan.block)
+            table = _flat(self._tensor, plan.blocks * plan.block).view(plan.blocks, plan.block)
             flags = self._to_host((table != 0).any(1))
         yield gpu.pushing.mark()
         held = np.flatnonzero(flags.numpy())
@@ -217,13 +216,13 @@ class StagedBlocks(StagedDense):
         self._inner = BlockTransfer(like, plan, self._shardings, gpu.pinned, (held, values))
 
 
-def _in_rows(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """Returns the elements of a strided tensor in rows, the last of which is padded with zeros."""
-    # An asynchronous copy would have the bytes of a negative view without its sign.
-    flat = tensor.resolve_neg().reshape(-1)
-    padding = rows * columns - len(flat)
-    return (functional.pad(flat, (0, padding)) if padding else flat).view(rows, columns)
-
-
-def _empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised contiguous tensor on a device."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _flat(tensor: Tensor, size: int) -> Tensor:
+    """Returns the elements of a strided tensor, contiguous, padded with zeros: a view where it is one."""
+    # An asynchronous copy would have the bytes of a negative view without its sign.
+    flat = tensor.resolve_neg().reshape(-1).contiguous()
+    return functional.pad(flat, (0, size - len(flat))) if size > len(flat) else flat

@@ -67,21 +67,26 @@ class ValueCodec(ABC):
         """Quantizes. Rounds to the nearest; values that are not finite or out of range stay NaN or infinite.
 
         Args:
-            values: float32 ``[rows, columns]`` on the CPU, contiguous.
-            out: uint8 ``[size_bytes]``, written whole.
+            values: float32 ``[rows, columns]`` on any device, contiguous.
+            out: uint8 ``[size_bytes]`` on that device, written whole.
             step: None with error feedback. Without it, the number of the step: then rounding is dithered, so
                 that its mean over many steps is right. The same values in the same step give the same bytes,
                 wherever they lie.
         """
 
     @abstractmethod
-    def decode(self, data: memoryview, out: Tensor) -> None:
+    def dequantize(self, coded: Tensor, out: Tensor) -> None:
         """Dequantizes, without any rounding, so that the values have the same bits on every machine.
 
         Args:
-            data: from the network.
-            out: float32 ``[rows, columns]`` on the CPU, contiguous; written whole.
+            coded: uint8 ``[size_bytes]`` on the device of ``out``; any bytes are values.
+            out: float32 ``[rows, columns]`` on any device, contiguous; written whole.
+        """
+
+    @abstractmethod
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        """Dequantizes what was received, as :meth:`dequantize` does; ``data`` is read before it returns.
 
         Raises:
-            ProtocolError: ``data`` has another size than ``out`` needs; any bytes of that size are values.
+            ProtocolError: ``data`` has another size than ``out`` needs.
         """

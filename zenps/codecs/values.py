@@ -21,7 +21,24 @@ RUN: Final = 64
 _BLOCK_ELEMENTS = 1 << 18  # coded at a time, so that intermediate tensors take a few MiB
 
 
-class _Float(ValueCodec):
+class _Quantization(ValueCodec):
+    """Receives bytes for any device."""
+
+    def decode(self, data: memoryview, out: Tensor) -> None:
+        rows, columns = out.shape
+        if data.nbytes != self.size_bytes(rows, columns):
+            got = f"{data.nbytes} bytes of {self.form} values"
+            raise ProtocolError("payload", f"{got} for {rows} × {columns}")
+        if not data.nbytes:
+            return
+        received = np.frombuffer(data, np.uint8)
+        # Frames lie at odd addresses, and torch warns of read-only memory even if it is only read.
+        is_copied = not received.flags.writeable or (out.is_cpu and self.form != "int8")
+        coded = torch.from_numpy(received.copy() if is_copied else received)
+        self.dequantize(coded.to(out.device, non_blocking=True), out)
+
+
+class _Float(_Quantization):
     """Rounds to the nearest, ties to even, as IEEE 754 defines; values beyond the range become infinite.
 
     The error is at most one part in 2¹¹ (float16, from 6·10⁻⁵ to 65504) or 2⁸ (bfloat16, in float32's
@@ -36,12 +53,8 @@ class _Float(ValueCodec):
     def encode(self, values: Tensor, out: Tensor, step: int | None = None) -> None:
         out.view(self._dtype).view(values.shape).copy_(values)
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
-        _check_size(self, data, out)
-        # A copy: frames lie at odd addresses, and some are read-only.
-        received = torch.empty(out.shape, dtype=self._dtype, device="cpu")
-        received.view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(data, np.uint8)
-        out.copy_(received)
+    def dequantize(self, coded: Tensor, out: Tensor) -> None:
+        out.copy_(coded.view(self._dtype).view(out.shape))
 
 
 class Float16(_Float):
@@ -58,7 +71,7 @@ class BFloat16(_Float):
     _dtype = torch.bfloat16
 
 
-class Int8(ValueCodec):
+class Int8(_Quantization):
     """A run is one byte e and an int8 for each value: value = int8 × 2^(e - 127), or NaN if e = 255.
 
     The scale is the E8M0 of OCP's microscaling formats (https://www.opencompute.org/documents/
@@ -78,14 +91,10 @@ class Int8(ValueCodec):
             for block in _blocks(runs):
                 _encode_runs(runs[block], coded[block], salts)
 
-    def decode(self, data: memoryview, out: Tensor) -> None:
-        _check_size(self, data, out)
-        # A copy of read-only memory, because torch warns of it even if it is only read.
-        received = np.frombuffer(data, np.uint8)
-        coded = torch.from_numpy(received if received.flags.writeable else received.copy())
+    def dequantize(self, coded: Tensor, out: Tensor) -> None:
         for runs, codes in _runs(out, coded):
             for block in _blocks(runs):
-                scales = _SCALES.index_select(0, codes[block, 0].int())
+                scales = _scales(codes[block, 0].int())
                 torch.mul(codes[block, 1:].view(torch.int8), scales[:, None], out=runs[block])
 
 
@@ -94,11 +103,7 @@ VALUE_CODECS: Final[dict[ValueForm, ValueCodec]] = {
 }
 assert ("same", *VALUE_CODECS) == get_args(ValueForm)
 
-_EXPONENTS = np.arange(255)
-_SCALES, _INVERSE_SCALES = (
-    torch.from_numpy(np.append(np.ldexp(np.float32(1), sign * (_EXPONENTS - 127)), np.float32(np.nan)))
-    for sign in (1, -1)
-)
+_SCALES = torch.from_numpy(np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan)))
 _INFINITY = 0x7F800000
 _MIXING = 0x9E3779B1 - (1 << 32)  # 2³² ÷ the golden ratio, as an int32
 
@@ -115,10 +120,14 @@ def value_codec(form: ValueForm, columns: int, *, is_dense: bool) -> ValueCodec 
     return VALUE_CODECS.get(form)
 
 
-def _check_size(codec: ValueCodec, data: memoryview, out: Tensor) -> None:
-    rows, columns = out.shape
-    if data.nbytes != codec.size_bytes(rows, columns):
-        raise ProtocolError("payload", f"{data.nbytes} bytes of {codec.form} values for {rows} × {columns}")
+def _scales(exponents: Tensor) -> Tensor:
+    """Returns 2^(e - 127) for int32 exponents e from 0 to 254, and NaN for 255: float32."""
+    return _SCALES.index_select(0, exponents) if exponents.is_cpu else _scales_by_bits(exponents)
+
+
+def _scales_by_bits(exponents: Tensor) -> Tensor:
+    bits = (exponents << 23).masked_fill_(exponents == 0, 0x00400000)  # 2^-127 is subnormal
+    return bits.masked_fill_(exponents == 255, 0x7FC00000).view(torch.float32)
 
 
 def _runs(values: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -135,6 +144,8 @@ def _runs(values: Tensor, coded: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _blocks(runs: Tensor) -> list[slice]:
+    if not runs.is_cpu:
+        return [slice(0, len(runs))]
     count = max(_BLOCK_ELEMENTS // max(runs.shape[1], 1), 1)
     return [slice(begin, begin + count) for begin in range(0, len(runs), count)]
 
@@ -149,10 +160,10 @@ def _encode_runs(runs: Tensor, out: Tensor, salts: Tensor | None) -> None:
     # 2⁶ × scale has the exponent of the greatest value, or the next one where that is beyond 127/64 × 2⁶.
     exponents = (bits + 0x1FFFF >> 23).sub_(6).clamp_(min=0)
     is_number = bits < _INFINITY
+    scaled = runs * _scales(254 - exponents)[:, None]
     exponents.masked_fill_(~is_number, 255)
-    scaled = runs * _INVERSE_SCALES.index_select(0, exponents)[:, None]
-    if not is_number.all():
-        scaled[~is_number] = 0
+    if not runs.is_cpu or not is_number.all():  # the host does not wait for a device to say so
+        scaled.masked_fill_(~is_number[:, None], 0)
     if salts is None:
         scaled.round_()
     else:

@@ -19,6 +19,7 @@ from tests.cuda.mirror import ON_A_GPU
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import (
     ACCELERATOR,
+    POOL,
     absorb_all,
     aggregate,
     damaged,
@@ -36,6 +37,8 @@ from tests.worker.encode.test_transfer import (
 )
 from tests.worker.host_accelerator import HostAccelerator, HostLane
 from zenps.buffers import BufferPool
+from zenps.codecs.base import ValueForm
+from zenps.codecs.values import VALUE_CODECS, value_codec
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_compact import VALUES
@@ -52,8 +55,8 @@ from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer, granule_order
 from zenps.worker.encode.gpu import KeptMemory, StagedSparse
-from zenps.worker.encode.quantizer import Unchanged
-from zenps.worker.encode.staged import StagedDense, StagedGranules
+from zenps.worker.encode.quantizer import Quantizer, Unchanged
+from zenps.worker.encode.staged import StagedDense
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
@@ -308,7 +311,7 @@ def test_small_dense(shape: Sequence[int]) -> None:
         torch.randn(tuple(shape)),
         torch.randn(tuple(reversed(shape))).permute(tuple(reversed(range(len(shape))))),
     ]
-    results, _ = synchronize(tensors, lambda tensor: prepared(StagedDense(tensor, whole, ACCELERATOR)), True)
+    results, _ = synchronize(tensors, lambda tensor: prepared(whole(tensor, ACCELERATOR)), True)
     for result in results:
         assert_same_bits(result, reduce_in_rank_order(tensors, average=True))
 
@@ -334,7 +337,7 @@ def granules(
     order: Callable[[Layout], Tensor] = granule_order,
 ) -> Transfer:
     coder, pool = Unchanged(tensor.dtype), accelerator.pinned
-    return prepared(StagedGranules(tensor, sharding, True, coder, order, accelerator, pool))
+    return prepared(StagedDense(tensor, sharding, True, coder, order, accelerator, pool))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 16])
@@ -349,7 +352,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     assert (operations.copies, operations.launches) == (1, (count % DENSE_GRANULE > 0) + (servers > 1))
     assert operations.lanes == {"pushing"}
     (payload,) = counted.pinned_buffers
-    assert payload.numel() == layout.size
+    assert payload.nbytes == layout.size * dtype.itemsize
     frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
     pinned = payload.view(torch.uint8).numpy()
     assert all(np.shares_memory(np.frombuffer(frame, np.uint8), pinned) for frame in frames)
@@ -364,8 +367,30 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     assert_same_bits(result, tensor)
 
 
-def whole(copy: Tensor) -> Transfer:
-    return WholeTransfer(copy, Sharding(None, 1, 0), True, Unchanged(copy.dtype))
+@pytest.mark.parametrize("form", ["same", *VALUE_CODECS])
+@pytest.mark.parametrize("servers", [0, 1, 2], ids=["whole", "split", "reordered"])
+def test_what_is_pushed_of_a_dense_gradient_is_the_copy_itself(form: ValueForm, servers: int) -> None:
+    """Also of a small one, and if the device quantizes it."""
+    sharding, count = Sharding(None, 1, 0), 3000
+    if servers:
+        layout = make_layout("parallel", count, DENSE_GRANULE, list(range(servers)), 1 << 20)
+        sharding, count = Sharding(layout, 2, 0), layout.size
+    codec, counted = value_codec(form, 1, is_dense=True), _Counted()
+    coder = Unchanged(torch.float32) if codec is None else Quantizer(codec, None, POOL.empty)
+    tensor, pool = torch.randn(count), counted.pinned
+    transfer = prepared(StagedDense(tensor, sharding, True, coder, granule_order, counted, pool))
+    (payload,) = counted.pinned_buffers
+    assert payload.numel() == coder.size_bytes(count, 1)
+    frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
+    assert all(np.shares_memory(np.frombuffer(frame, np.uint8), payload.numpy()) for frame in frames)
+    absorb_all(transfer, aggregate([transfer], average=False))
+    torch.testing.assert_close(transfer.finish(), tensor, rtol=0.01, atol=0.05)
+    assert len(counted.pinned_buffers) == 1
+
+
+def whole(tensor: Tensor, accelerator: HostAccelerator) -> StagedDense:
+    coder, pool, sharding = Unchanged(tensor.dtype), accelerator.pinned, Sharding(None, 1, 0)
+    return StagedDense(tensor, sharding, True, coder, granule_order, accelerator, pool)
 
 
 def test_a_negative_view_is_pushed_with_its_sign() -> None:
@@ -376,9 +401,7 @@ def test_a_negative_view_is_pushed_with_its_sign() -> None:
             return super().to_host(torch._neg_view(tensor) if tensor.is_neg() else tensor, pool)
 
     tensor = torch._neg_view(torch.tensor([1.0, -2.0]))
-    results, _ = synchronize(
-        [tensor], lambda each: prepared(StagedDense(each, whole, Asynchronous())), average=False
-    )
+    results, _ = synchronize([tensor], lambda each: prepared(whole(each, Asynchronous())), average=False)
     assert results[0].tolist() == [-1.0, 2.0]
     large = torch._neg_view(torch.ones(600))
     sharding = Sharding(make_layout("parallel", 600, DENSE_GRANULE, [0], 0), 1, 0)
@@ -397,7 +420,7 @@ def test_a_device_that_hangs_is_an_error() -> None:
 
     hung = HostAccelerator()
     hung.pushing, hung.deadline_seconds = Hung(), 0.05
-    transfer = StagedDense(torch.ones(3), whole, hung)
+    transfer = whole(torch.ones(3), hung)
     assert not transfer.prepared()
     with pytest.raises(DeadlineError, match=r"cpu did not finish its work within 0.05 s"):
         hung.wait_for(hung.pushing.mark())
@@ -423,7 +446,7 @@ def test_device_that_fails_fails_its_round_alone() -> None:
     queue = SubmitQueue(cast(Channel, submitted), steps, Spans())
     waiting = Waiting(Notifier(), 20.0, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
     progress = steps.begin("weight", 1)
-    pending = Pending("weight", Options(), StagedDense(torch.ones(3), whole, full), progress, waiting)
+    pending = Pending("weight", Options(), whole(torch.ones(3), full), progress, waiting)
     queue.submit(pending)
     queue.advance(until=0.0)
     assert not submitted
@@ -432,7 +455,8 @@ def test_device_that_fails_fails_its_round_alone() -> None:
             pending.wait()
         queue.advance(until=0.0)
     assert steps.begin("weight", 1).step == progress.step
-    another = Pending("bias", Options(), whole(torch.ones(3)), steps.begin("bias", 1), waiting)
+    one = WholeTransfer(torch.ones(3), Sharding(None, 1, 0), True, Unchanged(torch.float32))
+    another = Pending("bias", Options(), one, steps.begin("bias", 1), waiting)
     queue.submit(another)
     assert submitted == [another]
 
@@ -445,7 +469,7 @@ def test_a_device_without_memory_for_the_copy_is_an_error() -> None:
     full = HostAccelerator()
     full.pinned = Full(keep_bytes=0)
     with pytest.raises(TensorError, match="a tensor on cpu: out of memory"):
-        StagedDense(torch.ones(3), whole, full)
+        whole(torch.ones(3), full)
 
 
 def test_the_result_of_answers_in_any_order_is_coalesced() -> None:

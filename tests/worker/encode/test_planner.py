@@ -81,11 +81,14 @@ def test_a_device_copies_dense_values_to_where_servers_of_this_host_read(
 
 
 @every_form
-def test_a_device_rounds_as_the_cpu(form: ValueForm, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradient = torch.randn(70_000) * torch.linspace(0.01, 9, 70_000)
+@pytest.mark.parametrize("count", [3000, 70_000], ids=["whole", "split"])
+def test_a_device_rounds_as_the_cpu(form: ValueForm, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient = torch.randn(count) * torch.linspace(0.01, 9, count)
     planner = planner_of(form)
     on_the_host = begin(planner, gradient, "gradient")
+    before = gradient.clone()
     staged = prepared(begin(on_a_device(planner, monkeypatch), gradient, "gradient"))
+    assert_same_bits(gradient, before)
     assert encoded_by(staged) == encoded_by(on_the_host)
     assert encoded_by(staged).values == form
     answers = aggregate([on_the_host, staged], average=True)

@@ -39,7 +39,7 @@ from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
@@ -72,8 +72,12 @@ def table_on_a_device(servers: Sequence[int], chunks: int) -> Begin:
     )
 
 
-def vector_way(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Begin:
-    sharding = Sharding(make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20), chunks, servers[0])
+def vector_sharding(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Sharding:
+    layout = make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20)
+    return Sharding(layout, chunks, servers[0])
+
+
+def vector_way(sharding: Sharding) -> Begin:
     return lambda tensor, quantizer: DenseTransfer(tensor, sharding, POOL, True, quantizer)
 
 
@@ -81,9 +85,10 @@ def whole(tensor: Tensor, quantizer: Quantizer) -> Transfer:
     return WholeTransfer(tensor, Sharding(None, 1, 0), True, quantizer)
 
 
-def on_a_device(begin: Begin) -> Begin:
+def on_a_device(sharding: Sharding) -> Begin:
+    pool = ACCELERATOR.pinned
     return lambda tensor, quantizer: prepared(
-        StagedDense(tensor, lambda copy: begin(copy, quantizer), ACCELERATOR)
+        StagedDense(tensor, sharding, True, quantizer, granule_order, ACCELERATOR, pool)
     )
 
 
@@ -108,13 +113,14 @@ WAYS: dict[str, tuple[int, dict[str, Begin]]] = {
     "vector": (
         0,
         {
-            "one server": vector_way([0], 1),
-            "two servers": vector_way([0, 1], 2),
-            "balanced": vector_way([0, 1], 1, "balanced"),
-            "device": on_a_device(vector_way([0, 4], 1)),
+            "one server": vector_way(vector_sharding([0], 1)),
+            "two servers": vector_way(vector_sharding([0, 1], 2)),
+            "balanced": vector_way(vector_sharding([0, 1], 1, "balanced")),
+            "device": on_a_device(vector_sharding([0, 4], 1)),
+            "device, balanced": on_a_device(vector_sharding([0, 4, 5], 2, "balanced")),
         },
     ),
-    "whole": (0, {"cpu": whole, "device": on_a_device(whole)}),
+    "whole": (0, {"cpu": whole, "device": on_a_device(Sharding(None, 1, 0))}),
 }
 """Of each kind of tensor its columns, 0 for a strided one, and the ways that it may take."""
 
@@ -134,7 +140,7 @@ def make_quantizer(form: ValueForm, columns: int, way: str) -> Quantizer:
     rows = math.ceil(ROWS / DENSE_GRANULE) * DENSE_GRANULE if way == "vector" else ROWS
     codec = value_codec(form, columns or 1, is_dense=not columns)
     assert codec is not None
-    return Quantizer(codec, Residuals().of("weight", rows, columns or 1), POOL)
+    return Quantizer(codec, Residuals().of("weight", rows, columns or 1), POOL.empty)
 
 
 def train(form: ValueForm, columns: int, way: str, begin: Begin) -> list[Tensor]:
@@ -451,13 +457,16 @@ def test_nothing_but_the_owner_of_residuals_keeps_them(tensor: Tensor) -> None:
 
 
 @every_form
-def test_a_parameter_without_a_gradient_keeps_what_was_rounded_off(form: ValueForm) -> None:
+@pytest.mark.parametrize("are_flags_apart", [False, True], ids=["on the host", "on a device"])
+def test_a_parameter_without_a_gradient_keeps_what_was_rounded_off(
+    form: ValueForm, are_flags_apart: bool
+) -> None:
     """Where no rank has one, nothing that was pushed of it is applied."""
     parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 70, 5)]
     bucket, codec = Bucket("bucket", parameters, RUN), VALUE_CODECS[form]
     size = len(bucket.fused())
     residual = Residuals().of("bucket", size, 1)
-    quantizer = Quantizer(codec, residual, POOL, bucket.parts)
+    quantizer = Quantizer(codec, residual, POOL.empty, bucket.parts)
     applied, there_was = torch.zeros(78), torch.zeros(78)
     for step in range(3):
         for parameter in parameters:
@@ -466,7 +475,8 @@ def test_a_parameter_without_a_gradient_keeps_what_was_rounded_off(form: ValueFo
             parameters[1].grad = None
         flat, before = bucket.fused(), residual.clone()
         there_was += flat[:78]
-        data = quantizer.encode(flat[:, None])
+        flags = flat[bucket.parts.flags].clone() if are_flags_apart else None
+        data = quantizer.encode(flat[:, None], flags)
         assert torch.equal(residual[3:73], before[3:73]) == (step == 1)
         pushed = decoded(quantizer, data, (size, 1))[:, 0]
         # Another rank may have a gradient of it, and would apply what this one pushes of its residual.

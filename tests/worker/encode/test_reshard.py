@@ -47,7 +47,7 @@ from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.core.request import Request, table_shape
 from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.reshard import reshard
@@ -305,8 +305,9 @@ def a_sharding(granule: int, ring: Ring) -> Sharding:
     return make_sharding("balanced", COUNT, granule, ring)
 
 
-def begin_staged(make: Callable[[Tensor], Transfer]) -> Callable[[Tensor], Transfer]:
-    return lambda tensor: prepared(StagedDense(tensor, make, ACCELERATOR))
+def begin_staged(tensor: Tensor) -> Transfer:
+    coder, sharding, pool = Unchanged(tensor.dtype), Sharding(None, 1, 2), ACCELERATOR.pinned
+    return prepared(StagedDense(tensor, sharding, True, coder, granule_order, ACCELERATOR, pool))
 
 
 def begin_dense(contributes: bool, make: MakeDense = dense_on_the_cpu) -> Callable[[Tensor], Transfer]:
@@ -334,7 +335,7 @@ TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Sharding, bool]] = {
     "dense, staged, without contribution": (begin_dense(False, dense_on_a_device), DENSE, False),
     "whole": (begin_whole(True), WHOLE, True),
     "whole, without contribution": (begin_whole(False), WHOLE, False),
-    "whole, staged": (begin_staged(begin_whole(True)), WHOLE, True),
+    "whole, staged": (begin_staged, WHOLE, True),
 }
 
 

@@ -42,7 +42,7 @@ from zenps.worker.encode.dense import (
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sparse import SparseTransfer
-from zenps.worker.encode.staged import StagedGranules
+from zenps.worker.encode.staged import StagedDense
 
 torch.set_num_threads(1)
 
@@ -110,7 +110,7 @@ def dense_on_the_cpu(tensor: Tensor, sharding: Sharding, contributes: bool = Tru
 
 def dense_on_a_device(tensor: Tensor, sharding: Sharding, contributes: bool = True) -> Transfer:
     coder, pool = Unchanged(tensor.dtype), ACCELERATOR.pinned
-    transfer = StagedGranules(tensor, sharding, contributes, coder, granule_order, ACCELERATOR, pool)
+    transfer = StagedDense(tensor, sharding, contributes, coder, granule_order, ACCELERATOR, pool)
     assert transfer.prepared() == (not contributes), "there is nothing to wait for"
     return prepared(transfer)
 

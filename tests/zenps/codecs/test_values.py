@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zenps.codecs.base import ValueCodec, ValueForm
-from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
+from zenps.codecs.values import RUN, VALUE_CODECS, _scales, _scales_by_bits, value_codec
 from zenps.errors import ProtocolError
 
 NAN, INF = float("nan"), float("inf")
@@ -195,3 +195,10 @@ def test_single_elements_of_a_sparse_tensor_travel_as_bfloat16_instead_of_int8()
     assert value_codec("int8", 1, is_dense=True) is value_codec("int8", 2, is_dense=False) is int8
     assert value_codec("float16", 1, is_dense=False) is VALUE_CODECS["float16"]
     assert value_codec("same", 8, is_dense=False) is None
+
+
+def test_scales_are_the_same_on_a_device() -> None:
+    """There they are made of bits, and on the CPU looked up."""
+    exponents = torch.arange(256, dtype=torch.int32)
+    bits = _scales_by_bits(exponents).view(torch.int32)
+    assert torch.equal(bits, _scales(exponents).view(torch.int32))
