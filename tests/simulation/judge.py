@@ -94,6 +94,9 @@ class Judge:
             return self._excuse_of_going_on(worker, reason)
         if simulation.script.scenario == "restart" and worker.generation < simulation.supervisor.generation:
             return "torchrun has started others"
+        peers = [other for other in simulation.workers if other.generation == worker.generation]
+        if "restarted the workers" in reason and any(other.is_gone for other in peers):
+            return "another was lost, and torchrun is about to start others"
         self._check_time(reason)
         numbers = [int(pid) - 1000 for pid in re.findall(r"worker \d+ \(host host, pid (\d+)\)", reason)]
         if any(simulation.workers[number].is_gone for number in numbers):
@@ -102,11 +105,12 @@ class Judge:
         gone = {w.rank for w in simulation.workers if w.is_gone}
         if "rendezvous" in reason and ranks and gone.issuperset(ranks):
             return "a worker did not come, and is named"
-        has_crashed = any(fault.kind == "crash scheduler" for fault in simulation.script.faults)
-        has_recovered = has_crashed or simulation.script.left_over
+        was_away = any(fault.kind.endswith(" scheduler") for fault in simulation.script.faults)
+        has_recovered = was_away or simulation.script.left_over
         if worker.view is None and "has not admitted" in reason and gone and has_recovered:
-            # After a recovery a scheduler counts the rendezvous from then, a worker from its own start.
-            return "a worker did not come to the rendezvous of a restarted scheduler"
+            # A worker counts the rendezvous from its own start, a scheduler from its recovery, or without the
+            # time in which it was stalled.
+            return "a worker did not come to the rendezvous of a scheduler that was away"
         if "the scheduler is lost" in reason and not simulation.scheduler.is_alive:
             return "the job had failed, and nobody said so"
         return None
