@@ -66,11 +66,16 @@ class Judge:
         return "another scheduler may have these" in reason and (is_minority or misses_both)
 
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
-        """A round fails. That is right only if a rank was lost after it began, whose push may be missing."""
+        """A round fails. That is right only if a rank was lost after it began, whose push may be missing.
+
+        It begins when the first rank pushes it: that may have seen a rank that the others do not know.
+        """
         if self._simulation.script.scenario != "continue" or "lost" not in reason:
             return
-        begun_with, scheduler = set(round_.workers), self._simulation.scheduler
+        scheduler, key = self._simulation.scheduler, (round_.tensor, round_.step)
         alike = [w for w in self._simulation.workers if w.era == worker.era and not w.is_gone]
+        begun = [w.rounds._in_flight.get(key) or w.rounds._kept.get(key) for w in alike]
+        begun_with = set(round_.workers).union(*(each.workers for each in begun if each))
         if begun_with <= {w.rank for w in alike if not scheduler.is_alive or scheduler.has_present(w.name)}:
             raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
 
