@@ -129,7 +129,7 @@ class Pending:
         self._absorbed = 0
         self._unabsorbed = 0
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
-        self._worked_seconds = 0.0
+        self._waited_seconds = self._worked_seconds = 0.0
         self._pulled: Tensor | None = None
         """The transfer's result, kept until its transforms are undone: Ctrl-C may interrupt before that."""
         self._finishing = threading.Lock()
@@ -260,14 +260,36 @@ class Pending:
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
     def _finish(self, transfer: Transfer) -> Tensor | Exception:
+        """Returns the result, or the error, which a second wait() has to raise, too."""
+        if (error := self._absorb_all(transfer)) is not None:
+            return error
+        progress, waiting = self.progress, self._waiting
+        begin = time.perf_counter()
+        try:
+            with waiting.spans("scatter", self.name, progress.step):
+                if self._pulled is None:
+                    self._pulled = transfer.finish()
+                result = self._pulled
+                for transform in reversed(self._transforms):
+                    result = transform.undo(result)
+                for convert in self._conversions:
+                    result = convert(result)
+        except Exception as error:  # noqa: BLE001
+            return self._error_of(error)
+        self._worked_seconds += time.perf_counter() - begin
+        self.report = transfer.report(progress)
+        seconds = self._waited_seconds, self._worked_seconds
+        waiting.statistics.record(self.report, progress, *seconds, self.counted)
+        return result
+
+    def _absorb_all(self, transfer: Transfer) -> Exception | None:
         """Absorbs each answer while the next ones are on their way.
 
-        Returns errors instead of raising them: an answer that could not be absorbed, perhaps for lack of
-        memory, is lost, so a second wait() has to raise the same error.
+        Returns an error instead of raising it: an answer that could not be absorbed, perhaps for lack of
+        memory, is lost.
         """
-        waited = 0.0
         progress = self.progress
-        waiter, timeout_seconds, statistics, spans = self._waiting
+        waiter, timeout_seconds, _, spans = self._waiting
         until = time.monotonic() + timeout_seconds
         begin = time.perf_counter()
         # Asked in this order: the last answer is there before the end is.
@@ -283,7 +305,7 @@ class Pending:
                 continue
             answer = self._answers.popleft()
             got = time.perf_counter()
-            waited += got - begin
+            self._waited_seconds += got - begin
             try:
                 match answer:
                     case Answer():
@@ -301,23 +323,8 @@ class Pending:
         if self._unabsorbed > 0 and transfer.absorbs_on == "caller":
             reason = f"an interrupt has lost {self._unabsorbed} answer(s) to this rank; push it again"
             return UsageError(f"tensor {self.name!r}: {reason}, on all ranks")
-        got = time.perf_counter()
-        waited += got - begin
-        try:
-            with spans("scatter", self.name, progress.step):
-                if self._pulled is None:
-                    self._pulled = transfer.finish()
-                result = self._pulled
-                for transform in reversed(self._transforms):
-                    result = transform.undo(result)
-                for convert in self._conversions:
-                    result = convert(result)
-        except Exception as error:  # noqa: BLE001
-            return self._error_of(error)
-        self._worked_seconds += time.perf_counter() - got
-        self.report = transfer.report(progress)
-        statistics.record(self.report, progress, waited, self._worked_seconds, self.counted)
-        return result
+        self._waited_seconds += time.perf_counter() - begin
+        return None
 
     def _absorb(self, transfer: Transfer, answer: Answer) -> None:
         with self._waiting.spans("scatter", self.name, answer.result.step) as span:
