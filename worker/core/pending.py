@@ -261,8 +261,8 @@ class Pending:
 
     def _finish(self, transfer: Transfer) -> Tensor | Exception:
         """Returns the result, or the error, which a second wait() has to raise, too."""
-        if (error := self._absorb_all(transfer)) is not None:
-            return error
+        if (failure := self._absorb_all(transfer)) is not None:
+            return failure
         progress, waiting = self.progress, self._waiting
         begin = time.perf_counter()
         try:
