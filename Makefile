@@ -20,11 +20,13 @@ test: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(JOBS:%=--ignore=%)
 	$(BIN)/pytest $(JOBS)
 
+# Tests of jobs in which gradients are compacted and summed. In the default suite they have native kernels.
+SUMS := auto byteps ddp levels omnireduce push_pull same_host schemes table_sizes training values
+
 test-long: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) -m long $(JOBS:%=--ignore=%)
 	$(BIN)/pytest -m long $(JOBS)
-	@# Those of the default suite have native kernels.
-	ZENPS_KERNELS_BACKEND=torch $(BIN)/pytest tests/integration
+	ZENPS_KERNELS_BACKEND=torch $(BIN)/pytest $(SUMS:%=tests/integration/test_%.py)
 
 check: .venv/installed
 	$(BIN)/ruff check
