@@ -53,6 +53,10 @@ class Recovery:
         """Drops others than members that have not registered since then; heartbeats let each do so again."""
         self.waiting = {peer: node for peer, node in self.waiting.items() if node.last_heard >= since}
         self._others = {peer: node for peer, node in self._others.items() if node.last_heard >= since}
+        if len(self._views) > 1:
+            views = [node.register.view for node in (*self._members, *self._others.values())]
+            origins = {view.origin for view in views if view is not None}
+            self._views = {origin: view for origin, view in self._views.items() if origin in origins}
 
     def has_returned(self, role: Role) -> bool:
         """True if a node of this role has returned with a view."""
@@ -150,22 +154,23 @@ class Recovery:
             self._place(node)
 
     def _likeliest(self) -> View:
-        """Returns the newest view of the job that misses the fewest workers; of several, that of most epochs.
+        """Returns the newest view of the job whose workers return; of several, of that which misses fewest.
 
-        Two jobs are there if a node that is left over from a dead one has not heard of its end.
+        There are several if a node that is left over from a dead job has not heard of its end.
         """
         if len(self._views) == 1:
             return next(iter(self._views.values()))
         nodes = (*self._members.alive(), *self.waiting.values(), *self._others.values())
         registers = [node.register for node in nodes if node.role == "worker"]
 
-        def missing(view: View) -> int:
+        def likelihood(view: View) -> tuple[bool, int, int]:
             # Pods keep their names, and each has a process 1: workers of two jobs may look alike.
             of_the_job = [r for r in registers if r.view is None or r.view.origin == view.origin]
             here = {_process(register) for register in of_the_job}
-            return sum(_process(worker) not in here for worker in _workers_of(view))
+            are_here = [_process(worker) in here for worker in _workers_of(view)]
+            return any(are_here), -are_here.count(False), view.epoch
 
-        return min(self._views.values(), key=lambda view: (missing(view), -view.epoch))
+        return max(self._views.values(), key=likelihood)
 
     def _is_taken(self, role: Role, rank: int) -> bool:
         return any((node.role, node.rank) == (role, rank) for node in self._members)

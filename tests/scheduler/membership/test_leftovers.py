@@ -228,6 +228,35 @@ def test_a_restarted_scheduler_goes_on_with_the_job_whose_workers_return(
     assert (again.state, again.epoch) == ("running", 2)
 
 
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_server_of_a_job_that_was_over_ends_no_other(is_first: bool) -> None:
+    """It misses no worker, for all have left."""
+    dead, living = dead_and_living()
+    over = msgspec.structs.replace(dead.views[server(0)], left=(0, 1))
+    dead.views[server(0)] = over
+    after = make_membership(incarnation=3)
+    for jobs in (dead, living) if is_first else (living, dead):
+        jobs.come(after, [server(0)] if jobs is dead else living.registers)
+    assert (after.state, after.epoch) == ("running", 1)
+
+
+def test_views_of_nodes_that_are_gone_are_forgotten() -> None:
+    """Without keys, a peer may make up a job with each registration."""
+    _, living = dead_and_living()
+    after = make_membership(incarnation=3)
+    for number in range(100):
+        made_up = msgspec.structs.replace(living.again(server(10)), pid=1000 + number)
+        assert made_up.view is not None
+        view = msgspec.structs.replace(made_up.view, origin=100 + number, epoch=1 << 40)
+        after.on_message(server(100 + number), msgspec.structs.replace(made_up, view=view), 0.0)
+    recovery = after._job.recovery
+    assert len(recovery._views) == len(recovery._others) == 100
+    after.on_tick(LEASE_SECONDS + 1)
+    living.come(after, living.registers, LEASE_SECONDS + 1)
+    assert len(recovery._views) == 1
+    assert (after.state, after.epoch) == ("running", 1)
+
+
 def test_nodes_that_are_left_over_and_silent_are_not_waited_for() -> None:
     """What had no place in the job that seemed to return has a place once another job does, if it lives."""
     dead, living = dead_and_living()
