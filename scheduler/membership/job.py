@@ -42,6 +42,7 @@ class Job:
         incarnation: of the scheduler.
         quorum: whether an elastic job may continue without those that are gone.
         generation: how often torchrun has restarted the workers.
+        restart_reason: why they were restarted last; empty if that is not known.
         has_replaced: True if it has begun while nodes of a dead job of its name were left over.
         ended: the ranks of workers whose processes have ended, as far as that was reported.
     """
@@ -66,6 +67,7 @@ class Job:
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
         self.generation = 0
+        self.restart_reason = ""
         self.ended: set[int] = set()
         self.stragglers = Stragglers(cluster.workers)
         self.barriers = self._new_barriers()
@@ -174,10 +176,10 @@ class Job:
         if not self.may_restart():
             return self.fail("a worker lost", "lost", reason)
         sends = to_all(self.members.present("worker"), Refused("lost", reason))
-        self.restart_workers(max(self.recovery.generation, self.generation + 1), now)
+        self.restart_workers(max(self.recovery.generation, self.generation + 1), now, reason)
         return sends
 
-    def restart_workers(self, generation: int, now: float) -> None:
+    def restart_workers(self, generation: int, now: float, reason: str = "") -> None:
         """Forgets all workers: torchrun ends them and starts a new generation, or they join again."""
         if self.state != "gathering":
             self.advance("workers restart")
@@ -187,7 +189,7 @@ class Job:
                 self.members.forget(node)
         self.views.admitted = 0
         self.quorum = Quorum(self.members)
-        self.generation = generation
+        self.generation, self.restart_reason = generation, reason
         self.ended.clear()
         self.stragglers = Stragglers(self.cluster.workers)
         self.barriers = self._new_barriers()

@@ -32,7 +32,8 @@ def refusal(message: Register, job: Job) -> Refused | None:
         reason = "no scheduler of this job has made the view that it registers with; start it again"
         return Refused("lost", reason)
     if generations.is_stale(message, job):
-        return Refused("lost", "torchrun has restarted the workers")
+        why = f": {job.restart_reason}" if job.restart_reason else ""
+        return Refused("lost", f"torchrun has restarted the workers{why}")
     return None
 
 

@@ -146,6 +146,18 @@ def test_a_lost_worker_is_waited_for_while_restarts_are_left() -> None:
     assert membership.state == "failed"
 
 
+def test_a_worker_that_missed_the_reason_of_a_restart_is_told_it() -> None:
+    membership = running(restarts=1)
+    job = membership._job
+    view = next(job.views.view_for(node) for node in job.members if node.peer == worker(0))
+    sends = lose(membership, worker(1))
+    told = sent(sends, Refused)[worker(0)].reason
+    assert told.startswith("worker 1 (host box, pid 1) is lost: silent for")
+    old = msgspec.structs.replace(register("worker", 0, pid=0, restarts=1), view=view)
+    refused = only(membership.on_message(worker(0), old, 21.0), worker(0))
+    assert refused == Refused("lost", f"torchrun has restarted the workers: {told}")
+
+
 def test_all_workers_lost_at_once() -> None:
     membership = running(restarts=1)
     lose(membership, worker(0), worker(1), server(1))
