@@ -357,9 +357,9 @@ class ServerRounds:
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
         self._end(round_, event)
-        # A recovery round that fails for a lost rank has had an outcome with its push: if that is asked for
+        # A recovery round has the ranks of an earlier outcome, or fails for want of them. If it is asked for
         # once more, it fails once more.
-        if self._lost and not (round_.is_recovery and isinstance(outcome, FailedRound)):
+        if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks
         round_.held, round_.fragments, round_.ranks = {}, {}, set()
         round_.outcome = outcome

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.worker.encode.test_quantizer import encode, planner_of
 from tests.worker.encode.test_transfer import (
     absorb_all,
     aggregate,
@@ -28,6 +29,8 @@ from zenps.codecs.values import VALUE_CODECS, value_codec
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
 from zenps.wire.shared_memory.arena import Arena
+from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Sharding, Transfer
 from zenps.worker.encode.accelerator import CudaAccelerator, OnDevices
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
@@ -232,6 +235,21 @@ def test_a_device_rounds_a_dense_gradient_as_the_cpu(
         for each in (transfer, on_the_cpu):
             absorb_all(each, answers)
         assert_same_bits(transfer.finish().cpu(), on_the_cpu.finish())
+
+
+@pytest.mark.parametrize("form", VALUE_CODECS)
+def test_residuals_of_dense_gradients_are_on_the_device(form: ValueForm) -> None:
+    planner, residuals = planner_of(form), Residuals()
+    options = Options(purpose="gradient", residuals=residuals)
+    gradient = torch.randn(70_000)
+    on_the_cpu = encode(planner, gradient, "gradient")
+    staged = planner.begin(Request(gradient.cuda(), "weight", options), 0)
+    while not staged.prepared():
+        pass
+    assert encoded_by(staged) == on_the_cpu
+    residual = residuals.peek("weight")
+    assert residual is not None
+    assert residual.is_cuda
 
 
 @pytest.mark.usefixtures("_no_device_wide_wait")

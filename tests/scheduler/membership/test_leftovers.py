@@ -219,13 +219,24 @@ def test_a_restarted_scheduler_goes_on_with_the_job_whose_workers_return(
         refused = only(after.on_message(peer, dead.again(peer), 1.0), peer)
         assert isinstance(refused, Refused)
         assert "counts this node as lost" in refused.reason
-    # A scheduler that is restarted once more knows the job by what it was told first.
+    # A scheduler that is restarted once more hears of views by both of its predecessors.
     living.hear(after.on_message(server(11), Leave(), 2.0))
-    living.hear(confirm(after, [server(10)], 2.0))
     again = make_membership(incarnation=4)
     dead.come(again, left_over)
     living.come(again, peers[:3])
-    assert (again.state, again.epoch) == ("running", 2)
+    assert (again.state, again.epoch) == ("confirming", 3)
+
+
+def test_workers_of_a_living_job_are_not_taken_for_those_of_a_dead_one_that_had_their_names() -> None:
+    """A set of pods keeps the names of its hosts, and each has a process 1."""
+    dead, _ = dead_and_living()
+    living = Nodes(incarnation=2, first=10, first_pid=0)
+    after = make_membership(incarnation=3)
+    dead.come(after, [server(0)])
+    living.come(after, [worker(10), worker(11)])
+    assert after._job.recovery.newest == living.views[worker(10)]
+    living.come(after, [server(10), server(11)])
+    assert (after.state, after.epoch) == ("running", 1)
 
 
 @pytest.mark.parametrize("is_first", [False, True])

@@ -56,13 +56,15 @@ class Nodes:
         generation: int = 0,
         incarnation: int = 0,
         first: int = 0,
+        first_pid: int | None = None,
     ) -> None:
+        first_pid = first if first_pid is None else first_pid
         self.before = make_membership(workers, servers, incarnation=incarnation)
         self.views: dict[bytes, View] = {}
         self.registers: dict[bytes, Register] = {
-            worker(first + n): register("worker", n, first + n, generation=generation, restarts=restarts)
+            worker(first + n): register("worker", n, first_pid + n, generation=generation, restarts=restarts)
             for n in range(workers)
-        } | {server(first + n): register("server", pid=50 + first + n) for n in range(servers)}
+        } | {server(first + n): register("server", pid=50 + first_pid + n) for n in range(servers)}
         for peer, message in self.registers.items():
             self.hear(self.before.on_message(peer, message, 0.0))
         self.confirm()

@@ -239,6 +239,36 @@ def test_answers_that_nobody_absorbed_before_a_restart_never_are() -> None:
     assert pending.progress.pushed_rows == 3
 
 
+def test_waits_for_answers_are_counted_and_absorbing_them_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two answers, each is waited for; the time from the second to the end is no wait."""
+    clock = [100.0]
+    monkeypatch.setattr("zenps.worker.core.pending.time.perf_counter", lambda: clock[0])
+
+    class Slow(Count):
+        def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+            clock[0] += 16
+            return super().on_answer(answer)
+
+        def finish(self) -> Tensor:
+            clock[0] += 64
+            return super().finish()
+
+    def waits(seconds: float, then: Callable[[Pending], object]) -> Callable[[Pending], object]:
+        def wait(pending: Pending) -> None:
+            clock[0] += seconds
+            then(pending)
+
+        return wait
+
+    pending = Scripted(Slow(), waits(1, delivers(0)), waits(2, delivers(1, last=True))).pending
+    pending.wait()
+    assert (pending._waited_seconds, pending._worked_seconds) == (3, 2 * 16 + 64)
+    ended = Scripted(Count(), waits(4, lambda pending: setattr(pending.progress, "ended", True))).pending
+    ended._unabsorbed = 0
+    ended.wait()
+    assert ended._waited_seconds == 4, "a wait that ends without an answer"
+
+
 def test_of_a_round_that_failed_no_rows_are_known() -> None:
     pending = Scripted(Count(), delivers(0), lambda pending: pending.fail(DeadlineError("gone"))).pending
     with pytest.raises(DeadlineError):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.kernel_model import FREE
@@ -38,7 +38,7 @@ from tests.worker.encode.test_transfer import (
 from tests.worker.host_accelerator import HostAccelerator, HostLane
 from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueForm
-from zenps.codecs.values import VALUE_CODECS, value_codec
+from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
 from zenps.config.settings import CudaConfig
 from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_compact import VALUES
@@ -57,6 +57,7 @@ from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer, granule_orde
 from zenps.worker.encode.gpu import KeptMemory, StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.staged import StagedDense
+from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
@@ -376,16 +377,43 @@ def test_what_is_pushed_of_a_dense_gradient_is_the_copy_itself(form: ValueForm, 
         layout = make_layout("parallel", count, DENSE_GRANULE, list(range(servers)), 1 << 20)
         sharding, count = Sharding(layout, 2, 0), layout.size
     codec, counted = value_codec(form, 1, is_dense=True), _Counted()
-    coder = Unchanged(torch.float32) if codec is None else Quantizer(codec, None, POOL.empty)
+    residual = torch.full((count, 1), 0.25)
+    coder = Unchanged(torch.float32) if codec is None else Quantizer(codec, residual, POOL.empty)
     tensor, pool = torch.randn(count), counted.pinned
+    before = tensor.clone()
     transfer = prepared(StagedDense(tensor, sharding, True, coder, granule_order, counted, pool))
     (payload,) = counted.pinned_buffers
     assert payload.numel() == coder.size_bytes(count, 1)
     frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
     assert all(np.shares_memory(np.frombuffer(frame, np.uint8), payload.numpy()) for frame in frames)
     absorb_all(transfer, aggregate([transfer], average=False))
-    torch.testing.assert_close(transfer.finish(), tensor, rtol=0.01, atol=0.05)
+    assert_same_bits(tensor, before)
+    pushed = tensor if codec is None else tensor + 0.25
+    torch.testing.assert_close(transfer.finish(), pushed, rtol=0.01, atol=0.05)
     assert len(counted.pinned_buffers) == 1
+
+
+def test_which_parts_of_a_gradient_there_are_is_read_from_a_copy_on_the_host() -> None:
+    """The host must not read memory of a device, nor wait for it."""
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (3, 70, 5)]
+    bucket = Bucket("bucket", parameters, RUN)
+    parameters[0].grad, parameters[2].grad = torch.ones(3), torch.ones(5)
+    gradient, counted, told = bucket.fused(), _Counted(), list[Tensor | None]()
+
+    class Coder(Quantizer):
+        def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
+            told.append(flags)
+            return super().encode(values, flags)
+
+    residual = torch.full((len(gradient), 1), 0.25)
+    coder = Coder(VALUE_CODECS["bfloat16"], residual, POOL.empty, bucket.parts)
+    sharding, pool = Sharding(None, 1, 0), counted.pinned
+    prepared(StagedDense(gradient, sharding, True, coder, granule_order, counted, pool))
+    flags, _ = counted.pinned_buffers
+    assert told == [flags]
+    assert flags.tolist() == [1, 0, 1]
+    assert (residual[3:73] == 0.25).all(), "of a part that is not there nothing is pushed"
+    assert (residual[:3] == 0).all()
 
 
 def whole(tensor: Tensor, accelerator: HostAccelerator) -> StagedDense:

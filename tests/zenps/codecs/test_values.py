@@ -190,6 +190,23 @@ def test_any_bytes(codec: ValueCodec, data: bytes, rows: int, columns: int) -> N
     assert np.array_equal(out.numpy(), decoded(codec, data, (rows, columns)).numpy(), equal_nan=True)
 
 
+@every_codec
+def test_frames_are_read_only_and_at_odd_addresses(
+    codec: ValueCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch warns of the one, and some processors refuse the other."""
+    seen = list[Tensor]()
+    monkeypatch.setattr(codec, "dequantize", lambda coded, out: seen.append(coded))
+    size = codec.size_bytes(3, 5)
+    for data in (bytes(size + 1), bytearray(size + 1)):
+        for begin in (0, 1):
+            codec.decode(memoryview(data)[begin : begin + size], torch.empty(3, 5))
+    assert len(seen) == 4
+    for coded in seen:
+        assert coded.numpy().flags.writeable
+        assert codec.form == "int8" or coded.data_ptr() % 2 == 0
+
+
 def test_single_elements_of_a_sparse_tensor_travel_as_bfloat16_instead_of_int8() -> None:
     assert value_codec("int8", 1, is_dense=False) is VALUE_CODECS["bfloat16"]
     assert value_codec("int8", 1, is_dense=True) is value_codec("int8", 2, is_dense=False) is int8
