@@ -110,18 +110,28 @@ class Statistics:
 
     Args:
         metrics: of this worker.
-
-    Attributes:
-        stats: the totals so far.
     """
 
     def __init__(self, metrics: WorkerMetrics) -> None:
-        self.stats = Stats()
         self._metrics = metrics
+        self._totals = Stats()
+        """What no metric has."""
         self._consistency: Load = {}
         """Counters of ``sync.consistency``; replaced, never changed."""
         self._lock = threading.Lock()
         """Guards the totals, and the metrics that have no lock of their own."""
+
+    @property
+    def stats(self) -> Stats:
+        """The totals so far."""
+        metrics = self._metrics
+        return msgspec.structs.replace(
+            self._totals,
+            rounds=metrics.push_pull_duration.count,
+            dense_bytes=int(metrics.dense_bytes.total),
+            wait_seconds=metrics.wait_duration.seconds,
+            work_seconds=metrics.compaction_duration.seconds + metrics.scatter_duration.seconds,
+        )
 
     def load(self) -> Load:
         """Returns the counters that the scheduler gets with each heartbeat."""
@@ -149,7 +159,6 @@ class Statistics:
             if counted == "round":
                 self._count_round(report, progress, waited)
             if report.over == "servers":
-                self.stats.work_seconds += worked
                 self._metrics.scatter_duration.observe(worked)
         # Dense elements are left out of imbalance: they far outnumber rows, and every strategy balances them.
         if report.rows_by_server:
@@ -163,9 +172,9 @@ class Statistics:
     def count_elements(self, elements: Elements) -> None:
         """Counts a sparsified gradient."""
         with self._lock:
-            self.stats.whole_elements += elements.whole
-            self.stats.selected_elements += elements.selected
-            self.stats.union_elements += elements.union
+            self._totals.whole_elements += elements.whole
+            self._totals.selected_elements += elements.selected
+            self._totals.union_elements += elements.union
         for stage, count in elements._asdict().items():
             self._metrics.elements.labels(stage=stage).inc(count)
 
@@ -186,18 +195,14 @@ class Statistics:
             self._metrics.selection_imbalance.set(selected / mean)
 
     def _count_round(self, report: Report, progress: Progress, waited: float) -> None:
-        counters, stats = self._metrics, self.stats
-        stats.rounds += 1
-        stats.peer_rounds += report.over == "peers"
-        stats.pushed_bytes += report.pushed_bytes
-        stats.pulled_bytes += report.pulled_bytes
-        stats.dense_bytes += report.dense_bytes
-        stats.wait_seconds += waited
-        stats.work_seconds += progress.compacted_seconds
-        counters.dense_bytes.total += report.dense_bytes
-        counters.push_pull_duration.observe(time.perf_counter() - progress.began)
-        counters.wait_duration.observe(waited)
-        counters.compaction_duration.observe(progress.compacted_seconds)
+        metrics, totals = self._metrics, self._totals
+        totals.peer_rounds += report.over == "peers"
+        totals.pushed_bytes += report.pushed_bytes
+        totals.pulled_bytes += report.pulled_bytes
+        metrics.dense_bytes.total += report.dense_bytes
+        metrics.push_pull_duration.observe(time.perf_counter() - progress.began)
+        metrics.wait_duration.observe(waited)
+        metrics.compaction_duration.observe(progress.compacted_seconds)
 
     def _count_rows(self, rows: RowCounts) -> None:
         if rows.pushed:
@@ -208,7 +213,7 @@ class Statistics:
     def _count_imbalance(self, by_server: Mapping[int, int]) -> None:
         busiest, mean = max(by_server.values()), sum(by_server.values()) / len(by_server)
         with self._lock:
-            self.stats.busiest_rows += busiest
-            self.stats.mean_rows += mean
+            self._totals.busiest_rows += busiest
+            self._totals.mean_rows += mean
         if mean:
             self._metrics.partition_imbalance.set(busiest / mean)

@@ -570,10 +570,11 @@ def test_a_round_is_counted_once_when_its_result_is_there(counted: Counted, roun
     pending = make_pending(Count(), Polling(), counted=counted)
     pending.begin()
     pending.deliver(answer(0), last=True)
-    stats = pending._waiting.statistics.stats
-    assert stats.rounds == 0
+    statistics = pending._waiting.statistics
+    assert statistics.stats.rounds == 0
     for _ in range(2):
         pending.wait()
+    stats = statistics.stats
     assert (stats.rounds, stats.pushed_bytes, stats.pulled_bytes) == (rounds, rounds, 4 * rounds)
     assert pending.report == Report(pushed_bytes=1, pulled_bytes=4)
     assert (stats.work_seconds > 0) == (counted != "nothing")
