@@ -104,7 +104,7 @@ test-upstream: .venv/installed
 	TEST_UPSTREAM=$(SOURCES) $(BIN)/pytest tests/migration
 
 # The two below need a CUDA device. `make test-gpu BIN=…` takes another environment than .venv.
-KERNELS  := bitmap_codec bitmap_compact hash_compact place radix_sort scatter sort_compact threshold_compact
+KERNELS  := bitmap_codec bitmap_compact place radix_sort scatter sort_compact threshold_compact
 ON_GPU    = ZENPS_TEST_GPU=1 PYTEST_ADDOPTS="-p no:xdist"
 SANITIZE  = compute-sanitizer --error-exitcode 66 --target-processes all
 GPU_TESTS = $(KERNELS:%=tests/cuda/test_%.py)

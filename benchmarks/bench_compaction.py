@@ -23,7 +23,6 @@ from torch import Tensor
 
 from benchmarks.gpu_clock import Bench, begin, describe
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import DeviceRows
 from zenps.kernels.gpu.sort_compact import sort_compact
@@ -95,19 +94,15 @@ def plan_of(bench: Bench, case: Case) -> Plan:
     dtype, launcher = getattr(torch, case.dtype), bench.launcher
     ids = zipf_ids(case, bench.device)
     values = torch.randn(case.ids, case.dim, device=bench.device).to(dtype)
-    layout, device_layout = placed("rows", case.rows, case.servers, bench.device)
+    _, device_layout = placed("rows", case.rows, case.servers, bench.device)
     size = device_layout.size
 
     def positions() -> Tensor:
         return place_rows(launcher, device_layout, ids)
 
-    def hashed() -> DeviceRows:
-        return hash_compact(launcher, positions(), values, layout.server_bounds, case.ids, HashMemory())
-
     ours: dict[str, Callable[[], DeviceRows]] = {
         "sort_compact": lambda: sort_compact(launcher, positions(), values, size),
         "bitmap_compact": lambda: bitmap_compact(launcher, positions(), values, size),
-        "hash_compact": hashed,
     }
     unique, inverse = positions().long().unique(return_inverse=True)
     expected = Expected(unique, *exact_sums(inverse, values, len(unique)))

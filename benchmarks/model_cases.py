@@ -23,7 +23,6 @@ from zenps.kernels.gpu.bitmap_codec import (
     encode_coo,
 )
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_compact
 from zenps.kernels.gpu.launcher import Launcher
 from zenps.kernels.gpu.place import place_rows
 from zenps.kernels.gpu.rows import Header
@@ -129,9 +128,6 @@ def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
     told = torch.zeros(1 + len(cuts), dtype=torch.int64, device=device)
 
     def run(launcher: Launcher) -> object:
-        if way == "hash":
-            positions, bounds = place_rows(launcher, device_layout, ids), layout.server_bounds
-            return hash_compact(launcher, positions, values, bounds, rows, HashMemory())
         slots, in_bitmap = device_layout.size, way == "bitmap"
         # Also of a sample, whose positions have fewer bits and would take a pass less.
         sorted_size = max(slots, 10 * ROWS)
@@ -199,13 +195,10 @@ CASES: dict[str, Case] = {
     "threshold_compact, a bucket, float32": Case(BUCKET_ELEMENTS, partial(_thinned, FLOAT32)),
     **{
         f"{way}_compact, rows, {name}": Case(ROWS * COLUMNS, partial(_rows, way, dtype, False))
-        for way in ("sort", "bitmap", "hash")
+        for way in ("sort", "bitmap")
         for name, dtype in VALUES.items()
     },
-    **{
-        f"{way}_compact, far rows, float32": Case(ROWS * COLUMNS, partial(_rows, way, FLOAT32, True))
-        for way in ("sort", "hash")
-    },
+    "sort_compact, far rows, float32": Case(ROWS * COLUMNS, partial(_rows, "sort", FLOAT32, True)),
     **{
         way: Case(ROWS, partial(_codec, way))
         for way in ("encode_bitmaps", "decode_bitmap", "encode_coo", "decode_coo")

@@ -202,15 +202,6 @@ def _vote(machine: Machine, at: Instruction, lanes: Array) -> None:
     machine.put(at.operands[0], lanes, np.repeat(result, WARP))
 
 
-def _match(machine: Machine, at: Instruction, lanes: Array) -> None:
-    """Which lanes of the warp have the same word."""
-    _warps_of(lanes)
-    words = machine.value(at.operands[1], lanes, at.opcode[-1]).reshape(-1, WARP)
-    alike = words[:, :, None] == words[:, None, :]
-    result = np.packbits(alike, axis=2, bitorder="little").copy().view(np.uint32)
-    machine.put(at.operands[0], lanes, result.ravel())
-
-
 # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -243,27 +234,25 @@ def _atomic(machine: Machine, at: Instruction, lanes: Array) -> None:
     """One thread after another."""
     is_red = at.opcode[0] == "red"
     operation, kind = next(part for part in at.opcode if part in ATOMIC), at.opcode[-1]
-    target, address, *operands = ("", *at.operands) if is_red else at.operands
+    target, address, operand = ("", *at.operands) if is_red else at.operands
     addresses, dtype = machine.addresses(address, lanes), dtype_of(kind)
     machine.touch(addresses, machine.read)
     machine.touch(addresses, machine.written)
-    parts = [_lanes_of(operand) for operand in operands]
-    for number in range(len(parts[0])):
-        given = [machine.value(part[number], lanes, kind) for part in parts]
+    for number, part in enumerate(_lanes_of(operand)):
+        given = machine.value(part, lanes, kind)
         places = _words(dtype.itemsize, addresses + np.uint64(number * dtype.itemsize))
         memory = MEMORY[dtype.itemsize]
         before = np.empty(len(lanes), dtype=dtype)
         for lane, place in enumerate(places):
             word = memory[place : place + 1].view(dtype)
             before[lane] = word[0]
-            word[0] = ATOMIC[operation](word[0], *(each[lane] for each in given))
+            word[0] = ATOMIC[operation](word[0], given[lane])
         if not is_red:
             machine.put(target, lanes, before)
 
 
-ATOMIC: dict[str, Callable[..., Any]] = {
+ATOMIC: dict[str, Binary] = {
     "add": np.add, "or": np.bitwise_or, "exch": lambda _, new: new, "max": np.maximum,
-    "cas": lambda held, expected, new: new if held == expected else held,
 }  # fmt: skip
 
 EXECUTE.update(dict.fromkeys(BINARY, _binary))
@@ -273,6 +262,6 @@ EXECUTE.update(
         "selp": _select, "mov": _move, "cvta": _move, "not": _unary(np.invert), "neg": _unary(np.negative),
         "popc": _unary(_popc), "brev": _unary(_reversed_bits), "clz": _unary(_leading_zeros), "bfind": _find,
         "prmt": _permute_bytes, "bfi": _insert_bits, "shfl": _shuffle, "vote": _vote,
-        "match": _match, "ld": _load, "st": _store, "atom": _atomic, "red": _atomic,
+        "ld": _load, "st": _store, "atom": _atomic, "red": _atomic,
     }
 )  # fmt: skip

@@ -135,7 +135,6 @@ ROWS: Final[dict[str, Sequence[Panel]]] = {
                 Query(total("zenps_protocol_errors_total"), "malformed messages"),
                 Query(total("zenps_refused_connections_total"), "connections refused"),
                 Query(total("zenps_cut_connections_total"), "connections cut"),
-                Query(total("zenps_hashed_rows_total", 'outcome="overflowed"'), "rows overflowed"),
             ],
         ),
         Panel(

@@ -13,7 +13,7 @@ def test_every_way_and_every_kernel_is_timed(capsys: pytest.CaptureFixture[str])
     bench_compaction.main(["--host"])
     bench_model.main(["--host"])
     printed = capsys.readouterr().out
-    ways = ("sort_compact", "bitmap_compact", "hash_compact", "torch: unique, index_add_")
+    ways = ("sort_compact", "bitmap_compact", "torch: unique, index_add_")
     for name in (*ways, *CASES):
         assert name in printed
 

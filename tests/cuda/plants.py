@@ -42,7 +42,6 @@ BARRIER_TESTS: Final = {
     "bitmap.cuh": "bitmap_compact: every_position_of_a_tile",
     "bitmap_codec.cu": "bitmap_codec: codecs_bytes and 1025",
     "bitmap_compact.cu": "bitmap_compact: offsets_of_cuts",
-    "hash_compact.cu": "hash_compact: test_sizes and 1025",
     "radix_sort.cuh": "radix_sort: test_sizes and 1025 and int32",
     "sort_compact.cu": "sort_compact: offsets_of_cuts and 1025 or last_block",
     "scan.cuh": "scan: test",
@@ -74,14 +73,6 @@ PLANTS: Final = (
         "scan: taken",
     ),
     Plant(
-        "a slot is looked at, then written",
-        "hash_compact.cu",
-        "return held == EMPTY<Key> ? atomicCAS(slots + slot, EMPTY<Key>, position) : held;",
-        "if (held == EMPTY<Key>) slots[slot] = position;\n        return held;",
-        RACES,
-        "hash_compact: test_sizes and 1025",
-    ),
-    Plant(
         "bits set without an atomic",
         "bitmap_compact.cu",
         "found[item] = atomicOr(&bitmap[position[item] / WORD_BITS], bit);",
@@ -96,14 +87,6 @@ PLANTS: Final = (
         "sums[part] += others[part];",
         RACES,
         "bitmap_compact: test_sums and 1025 and float32",
-    ),
-    Plant(
-        "rows of a slot counted without an atomic",
-        "hash_compact.cu",
-        "before = atomicAdd(&slot_rows[slot], uint32(__popc(alike)));",
-        "{\n        before = slot_rows[slot];\n        slot_rows[slot] += __popc(alike);\n    }",
-        RACES,
-        "hash_compact: test_sizes and 1025",
     ),
     Plant(
         "partial sums that are not published",
@@ -153,14 +136,6 @@ PLANTS: Final = (
         "i <= count; i += grid_threads()) {\n        const int64 row",
         BOUNDS,
         "place: of_the_layout",
-    ),
-    Plant(
-        "one row too many claims",
-        "hash_compact.cu",
-        "if (row < rows) {",
-        "if (row <= rows) {",
-        BOUNDS,
-        "hash_compact: test_sizes and 1025",
     ),
     Plant(
         "one position too many is sorted",
@@ -233,14 +208,6 @@ PLANTS: Final = (
         "",
         COMPARED,
         "threshold_compact: test_sizes",
-    ),
-    Plant(
-        "one key too many is numbered",
-        "hash_compact.cu",
-        "rank < count ? key_slots[order[rank]]",
-        "rank <= count ? key_slots[order[rank]]",
-        BOUNDS,
-        "hash_compact: test_sizes and 33",
     ),
     Plant(
         "words that are not cleared",
@@ -322,14 +289,6 @@ PLANTS: Final = (
         "Position(0);",
         COMPARED,
         "radix_sort: test_sizes and 1025",
-    ),
-    Plant(
-        "position 0 is no position",
-        "hash_compact.cu",
-        "constexpr Key EMPTY = ~Key(0);",
-        "constexpr Key EMPTY = Key(0);",
-        BOUNDS,
-        "hash_compact: first_and_last",
     ),
     Plant(
         "π does not walk on",

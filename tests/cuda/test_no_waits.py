@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda.host.launcher import HostLauncher
 from zenps.kernels.gpu import bitmap_codec, place, scatter
 from zenps.kernels.gpu.bitmap_compact import bitmap_compact
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.kernels.gpu.sort_compact import sort_compact
 from zenps.kernels.gpu.threshold_compact import greatest, sample, threshold_compact
@@ -56,19 +55,12 @@ VALUES = torch.ones(300, 4)
 DENSE = torch.where(torch.arange(1000) % 7 == 0, 1.0, 0.0)
 COUNT = torch.tensor([300])
 BOUNDS = torch.tensor([0, 500, 1000])
-BITMAPS, OFFSETS = torch.empty(128, dtype=torch.uint8), torch.empty(3, dtype=torch.int64)
-
-HASHED = hash_positions(HostLauncher(), POSITIONS, [0, 500, 1000], 300, HashMemory())
-HASHED_COUNT = int(HASHED.told[1])
+BITMAPS = torch.empty(128, dtype=torch.uint8)
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
     "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES, 1000),
     "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
-    "hash_positions": lambda launcher: hash_positions(launcher, POSITIONS, [0, 500, 1000], 300, HashMemory()),
-    "sort_hashed": lambda launcher: sort_hashed(
-        launcher, HASHED, VALUES, HASHED_COUNT, BOUNDS, OFFSETS
-    ).summed(HASHED_COUNT),
     "threshold_compact": lambda launcher: threshold_compact(
         launcher, DENSE.clone(), DENSE, sample(DENSE, 9), (0, 1000), 300
     ),

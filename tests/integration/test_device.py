@@ -16,9 +16,7 @@ from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
-from zenps.worker.process import PROCESS
 from zenps.worker.sparsify.sparsification import Sparsification
-from zenps.worker.world import ClusterWorld
 
 RANKS = 2
 
@@ -80,17 +78,6 @@ def test_a_barrier_pushes_what_others_wait_for_before() -> None:
         assert cluster.run(wait_in_other_orders) == [[2.0] * 5] * RANKS
 
 
-def hash_rows() -> tuple[Tensor, float]:
-    pretend_that_the_cpu_is_a_gpu()
-    rows = torch.arange(1000).repeat(2)
-    gradient = torch.sparse_coo_tensor(rows[None], torch.ones(2000, 4), (1000, 4))
-    result = zps.push_pull(gradient, "weight", average=False)
-    world = PROCESS.world
-    assert isinstance(world, ClusterWorld)
-    metrics = world._session.metrics
-    return result.to_dense(), metrics.hashed_rows.labels(outcome="overflowed")._value.get()
-
-
 def sparsify(prefix: str) -> dict[str, Tensor]:
     torch.manual_seed(3)
     layers = torch.nn.Linear(60, 80), torch.nn.Tanh(), torch.nn.Linear(80, 1, bias=False)
@@ -137,14 +124,6 @@ def test_sparsifiers_select_on_a_device_what_they_select_on_the_cpu(settings: di
         for on_the_cpu, on_a_device in cluster.run(sparsify_on_both):
             for name, weight in on_the_cpu.items():
                 torch.testing.assert_close(on_a_device[name], weight, rtol=0, atol=0)
-
-
-def test_hash_compaction_loses_nothing_and_is_counted() -> None:
-    settings = {"cuda.compaction": "hash", "cuda.parallel_factor": 0.125, "cuda.serial_factor": 0.01}
-    with Cluster(RANKS, settings=settings) as cluster:
-        for result, overflowed in cluster.run(hash_rows):
-            assert torch.equal(result, torch.full((1000, 4), 4.0))
-            assert overflowed > 0
 
 
 def push_rows_twice() -> tuple[Tensor, int, float]:

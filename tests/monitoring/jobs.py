@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 import zenps as zps
-from tests.integration.test_device import pretend_that_the_cpu_is_a_gpu
-from zenps.worker.encode.planner import Planner
 
 ROWS, COLUMNS = 30_000, 8
 STEP_SECONDS = 0.03
@@ -25,9 +23,6 @@ HARM = {
     "cluster.deadline_seconds": 0,
     "cluster.server_budget_bytes": 1 << 20,
     "sync.partition": "centralized",
-    "cuda.compaction": "hash",
-    "cuda.parallel_factor": 0.125,
-    "cuda.serial_factor": 0.01,
 }
 """Settings of the harmed job."""
 
@@ -46,18 +41,12 @@ def train(path: Path) -> None:
 def be_harmed(path: Path) -> None:
     """One server owns the whole table, and files in ``path`` cause harm while they exist.
 
-    ``overflow``: the table is compacted by hashing, once. ``late``: rank 1 is late in each step. ``crowd``:
-    ranks push more bytes than servers accept, in different orders.
+    ``late``: rank 1 is late in each step. ``crowd``: ranks push more bytes than servers accept, in different
+    orders.
     """
     generator = torch.Generator().manual_seed(zps.rank())
     order = list(range(LARGE))[:: 1 if zps.rank() % 2 else -1]
-    _push_hashed("compiled", generator)  # before rounds are measured
-    is_hashed = False
     while True:
-        if not is_hashed and _is_there(path / "overflow"):
-            # A tensor keeps the memory that it has needed once, so it is another one.
-            _push_hashed("hashed", generator)
-            is_hashed = True
         zps.push_pull(_gradient(generator), "table")
         if zps.rank() == 1 and (path / "late").exists():
             time.sleep(LATE_SECONDS)
@@ -66,15 +55,6 @@ def be_harmed(path: Path) -> None:
             for handle in handles:
                 handle.wait()
         time.sleep(STEP_SECONDS)
-
-
-def _push_hashed(name: str, generator: torch.Generator) -> None:
-    native = Planner._accelerator
-    pretend_that_the_cpu_is_a_gpu()
-    try:
-        zps.push_pull(_gradient(generator), name)
-    finally:
-        Planner._accelerator = native  # type: ignore[method-assign]
 
 
 def _gradient(generator: torch.Generator) -> Tensor:

@@ -66,10 +66,8 @@ def harmed(prometheus_binary: str, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
     cluster, prometheus = harmed.cluster, harmed.prometheus
 
-    (harmed.path / "overflow").touch()
     _knock(cluster)
     _say_nonsense(cluster)
-    harmed.fires("Overflow", rank="0")
     harmed.fires("RefusedConnections", role="scheduler", reason="handshake")
     harmed.fires("ProtocolErrors", role="scheduler", reason="envelope")
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import msgspec
 from msgspec import Struct, field
 
-from zenps.observe.metrics import HASH_OUTCOMES, WorkerMetrics
+from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.fields import Load
 
 
@@ -97,8 +97,6 @@ class Report(Struct, frozen=True):
     rows: RowCounts | None = None
     rows_by_server: Mapping[int, int] = {}
     """Rows of a sparse tensor that were pushed to each server."""
-    hashed_rows: tuple[int, ...] = ()
-    """Rows by outcome of hash compaction; empty if none were hashed."""
 
 
 Counted = Literal["round", "rows", "nothing"]
@@ -165,9 +163,6 @@ class Statistics:
             self._count_imbalance(report.rows_by_server)
         if report.rows is not None:
             self._count_rows(report.rows)
-        if report.hashed_rows:
-            for outcome, rows in zip(HASH_OUTCOMES, report.hashed_rows, strict=True):
-                self._metrics.hashed_rows.labels(outcome=outcome).inc(rows)
 
     def count_elements(self, elements: Elements) -> None:
         """Counts a sparsified gradient."""

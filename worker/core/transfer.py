@@ -323,7 +323,7 @@ def dense_bytes(elements: int, item_bytes: int) -> int:
     return 2 * elements * item_bytes
 
 
-def sparse_report(transfer: OneRound, progress: Progress, hashed_rows: tuple[int, ...] = ()) -> Report:
+def sparse_report(transfer: OneRound, progress: Progress) -> Report:
     """Returns the report of a sparse tensor, which also counts rows."""
     encoded = transfer.encoded
     layout = encoded.sharding.layout
@@ -338,5 +338,4 @@ def sparse_report(transfer: OneRound, progress: Progress, hashed_rows: tuple[int
         dense_bytes=dense_bytes(encoded.shape.numel(), encoded.dtype.itemsize),
         rows=RowCounts(transfer.rows_given, pushed, progress.pulled_rows, layout.rows_total),
         rows_by_server=by_server,
-        hashed_rows=hashed_rows,
     )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -28,7 +26,6 @@ from zenps.kernels.gpu.bitmap_codec import (
     place_bitmaps,
 )
 from zenps.kernels.gpu.bitmap_compact import bitmap_rows, bitmap_scratch_words
-from zenps.kernels.gpu.hash_compact import HashMemory, hash_positions, sort_hashed
 from zenps.kernels.gpu.launcher import to_device
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import GroupedRows, Header
@@ -54,21 +51,6 @@ from .quantizer import ValueCoder
 from .sparse import as_sparse, check_sparse, fragments_of, row_numbers
 from .staged import Staged
 
-Compaction = Generator[Event, None, tuple[GroupedRows, Sequence[int]]]
-"""Waits for events; then returns the rows, and how many there are up to the end of each chunk."""
-
-
-@dataclass
-class KeptMemory:
-    """The hash memory of one tensor, which stays as large as its rows needed in an earlier push."""
-
-    memory: HashMemory
-
-    @classmethod
-    def of(cls, settings: CudaConfig) -> KeptMemory:
-        """Returns the memory that the settings begin with."""
-        return cls(HashMemory(settings.hash_functions, settings.parallel_factor, settings.serial_factor))
-
 
 class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
@@ -84,7 +66,6 @@ class StagedSparse(Staged, OneRound):
         device_layout: returns a layout in the form that kernels read.
         coder: of the values. It quantizes on the host, where residuals are kept: on the device they would
             take as much memory as the table.
-        kept: the hash memory that the tensor's last push ended with; None: that of ``settings``.
         pool: pinned memory for what is pushed; by default the accelerator's.
     """
 
@@ -98,11 +79,9 @@ class StagedSparse(Staged, OneRound):
         accelerator: Accelerator,
         coder: ValueCoder,
         expected_rows: int = 0,
-        kept: KeptMemory | None = None,
         pool: BufferPool | None = None,
     ) -> None:
         self._pool = pool
-        self._kept = kept or KeptMemory.of(settings)
         self.rows_given = tensor._nnz()
         self._coder = coder
         self._sparse_dim = tensor.sparse_dim()
@@ -110,8 +89,6 @@ class StagedSparse(Staged, OneRound):
         self._codec, self._settings, self._device_layout_of = codec, settings, device_layout
         self._pulled: list[tuple[Tensor, Tensor]] = []
         self._faults: list[Tensor] = []
-        self._hashed_rows = np.zeros(4, dtype=np.int64)
-        """Rows by outcome of hash compaction: first hash, another hash, serial memory, overflow."""
         _, self._columns = table_shape(tensor)
         self.restart(
             EncodedTensor(
@@ -144,9 +121,12 @@ class StagedSparse(Staged, OneRound):
         with gpu.pushing.current():
             bounds = [each.start for each in ranges] + [each.stop for each in ranges]
             starts, stops = torch.split(to_device(bounds, gpu.device), len(ranges))
-        compact = self._compact_by_hashing if self._settings.compaction == "hash" else self._compact
-        rows, ends = yield from compact(stops)
-        runs = self._runs(ends)
+            rows, header = self._compact(stops)
+        yield gpu.pushing.mark()
+
+        if int(header.outside):
+            raise TensorError(f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them")
+        runs = self._runs(header.offsets.tolist())
         with gpu.pushing.current():
             payload, places, bitmaps = self._payload(rows, runs, starts)
             copy = self._to_host(payload, self._pool)
@@ -186,59 +166,24 @@ class StagedSparse(Staged, OneRound):
         encode_bitmaps(launcher, rows.positions, chunks, bits)
         return payload, places, dict(zip(in_bitmaps, bitmaps, strict=True))
 
-    def _compact(self, stops: Tensor) -> Compaction:
-        """Compacts by sorting or by bitmap: by as few launches as possible, and one wait."""
+    def _compact(self, stops: Tensor) -> tuple[GroupedRows, Header]:
+        """Compacts by sorting or by bitmap, by as few launches as possible.
+
+        Returns:
+            The rows, and a header that the host can read at the next event: its offsets are the numbers of
+            rows up to each of ``stops``.
+        """
         gpu, size = self._accelerator, self._device_layout.size
         in_bitmap = self._settings.compaction == "bitmap"
         words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given, size)
-        with gpu.pushing.current():
-            scratch = torch.empty(words, dtype=torch.int64, device=gpu.device)
-            header = Header(stops, self._results(1 + len(stops)), scratch)
-            positions, values = self._positions(header.scratch)
-            if in_bitmap:
-                rows = bitmap_rows(gpu.launcher, positions, values, size, header)
-            else:
-                rows = sort_rows(gpu.launcher, positions, values, size, header)
-        yield gpu.pushing.mark()
-        self._check_inside(header.outside)
-        return rows, header.offsets.tolist()
-
-    def _compact_by_hashing(self, stops: Tensor) -> Compaction:
-        """Waits once more: for the number of rows, and whether the hash memory was large enough."""
-        gpu, kept = self._accelerator, self._kept
-        with gpu.pushing.current():
-            positions, values = self._positions()
-        while True:
-            with gpu.pushing.current():
-                bounds, results = self._layout.server_bounds, self._results(6)
-                hashed = hash_positions(gpu.launcher, positions, bounds, len(positions), kept.memory, results)
-            yield gpu.pushing.mark()
-            self._check_inside(results)
-            self._hashed_rows += results[2:].numpy()
-            if not int(results[-1]):
-                break
-            kept.memory = kept.memory.doubled()
-        offsets = self._results(len(stops))
-        with gpu.pushing.current():
-            rows = sort_hashed(gpu.launcher, hashed, values, int(results[1]), stops, offsets)
-        yield gpu.pushing.mark()
-        return rows, offsets.tolist()
-
-    def _results(self, words: int) -> Tensor:
-        """Returns zeroed pinned host memory that kernels write their results to: int64 ``[words]``."""
-        results = self._accelerator.pinned.empty((words,), torch.int64)
-        results.numpy()[:] = 0
-        return results
-
-    def _check_inside(self, results: Tensor) -> None:
-        if int(results[0]):
-            raise TensorError(f"indices outside the tensor's shape {tuple(self.encoded.shape)}; check them")
-
-    def _positions(self, cleared: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns positions, -1 for indices out of bounds, and values ``[nnz, columns]``."""
-        rows = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
-        positions = place_rows(self._accelerator.launcher, self._device_layout, rows, cleared)
-        return positions, self._values.reshape(len(rows), self._columns).contiguous()
+        told = gpu.pinned.empty((1 + len(stops),), torch.int64)
+        told.numpy()[:] = 0
+        header = Header(stops, told, torch.empty(words, dtype=torch.int64, device=gpu.device))
+        numbers = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
+        positions = place_rows(gpu.launcher, self._device_layout, numbers, header.scratch)
+        values = self._values.reshape(len(numbers), self._columns).contiguous()
+        compact = bitmap_rows if in_bitmap else sort_rows
+        return compact(gpu.launcher, positions, values, size, header), header
 
     def _number_dtype(self) -> torch.dtype:
         """Returns the dtype of positions relative to their chunk: int32 if that is enough for all chunks."""
@@ -275,8 +220,7 @@ class StagedSparse(Staged, OneRound):
         return EncodedChunk(*chunk, rows, codec, frames, run.fragment, run.fragments)
 
     def report(self, progress: Progress) -> Report:
-        hashed = self._hashed_rows.tolist() if self._hashed_rows.any() else ()
-        return sparse_report(self, progress, tuple(hashed))
+        return sparse_report(self, progress)
 
     # ── pull ────────────────────────────────────────────────────────────────────────────────────
 

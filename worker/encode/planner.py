@@ -26,7 +26,7 @@ from ..core.transfer import Transfer, Transform
 from .accelerator import Accelerator, Accelerators, OnDevices
 from .blocks import BlockTransfer
 from .dense import CPU, DenseTransfer, WholeTransfer, granule_order
-from .gpu import KeptMemory, StagedSparse
+from .gpu import StagedSparse
 from .quantizer import UNCHANGED, Quantizer, ValueCoder
 from .sharder import Sharder
 from .sparse import SparseTransfer
@@ -57,7 +57,6 @@ class Planner:
         self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
         self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
         self._granule_orders = OnDevices(granule_order, lambda order: (order,))
-        self._hash_memories: dict[str, KeptMemory] = {}
         self._lock = threading.Lock()
 
     def count_names(self, request: Request) -> int:
@@ -140,14 +139,9 @@ class Planner:
         if gpu is None:
             pool = None if arena is None else arena.pool
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
-        layout = partial(self._device_layouts.of, gpu)
+        layout, pool = partial(self._device_layouts.of, gpu), self._pinned(gpu, arena)
         cuda = self._config.cuda
-        with self._lock:
-            kept = self._hash_memories.setdefault(request.name, KeptMemory.of(cuda))
-        pool = self._pinned(gpu, arena)
-        return StagedSparse(
-            tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, kept, pool
-        )
+        return StagedSparse(tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, pool)
 
     def _pinned(self, gpu: Accelerator, arena: Arena | None) -> BufferPool:
         with self._lock:

@@ -285,21 +285,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How gradients on a GPU are compacted. Workers may differ in these."""
+    """How gradients on a GPU are compacted. Workers may differ in this."""
 
     compaction: Annotated[
-        Literal["sort", "bitmap", "hash"],
-        Meta(description="sort: the same bits on every run; bitmap, hash: duplicates are added in any order"),
+        Literal["sort", "bitmap"],
+        Meta(description="sort: the same bits on every run; bitmap: duplicates are added in any order"),
     ] = "sort"
-    hash_functions: Annotated[
-        int, Meta(description="hash: slots that are tried in the parallel memory (Zen's k)", ge=1, le=8)
-    ] = 3
-    parallel_factor: Annotated[
-        float, Meta(description="hash: parallel memory (Zen's r1), in slots per row", ge=0.125, le=16)
-    ] = 2.0
-    serial_factor: Annotated[
-        float, Meta(description="hash: serial memory (Zen's r2), over parallel memory", ge=0.01, le=1)
-    ] = 0.1
 
 
 class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,9 +22,6 @@ from .http_server import Endpoint
 
 CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
 
-HASH_OUTCOMES: Final = ("first_try", "rehashed", "serial", "overflowed")
-"""In the order of the kernel's counters (:class:`zenps.kernels.gpu.hash_compact.Hashed`)."""
-
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
 """The job's states, as in ``scheduler/membership/states.py``: this layer must not import a role."""
 
@@ -187,12 +184,6 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_repeated_rounds_total",
             "Rounds pushed again under a new ring: unanswered here, or wanted by another rank.",
             cause=("unanswered", "wanted"),
-        )
-        self.hashed_rows = self._counter(
-            "zenps_hashed_rows_total",
-            "Rows by the slot that hash compaction on a GPU found for them: that of the first hash, that of "
-            "another, or one in the serial memory. After rows overflowed, it starts again with more memory.",
-            outcome=HASH_OUTCOMES,
         )
 
 

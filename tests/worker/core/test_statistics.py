@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.worker.encode.test_transfer import KERNELS, make_layout, sparse
 from zenps.observe.collectors import Tally
-from zenps.observe.metrics import HASH_OUTCOMES, WorkerMetrics
+from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.statistics import Counted, Progress, Report, RowCounts, Statistics
 from zenps.worker.core.transfer import OneRound, Sharding
 from zenps.worker.encode.dense import WholeTransfer
@@ -167,11 +167,3 @@ def test_work_of_rounds_without_servers_is_no_scatter(
     assert samples["zenps_scatter_duration_seconds_count", ""] == 0
     assert (samples["zenps_rows_total", "given"], samples["zenps_rows_total", "whole"]) == (5, 4096)
     assert stats.imbalance == 1
-
-
-def test_hashed_rows_are_counted_by_outcome(registry: CollectorRegistry, statistics: Statistics) -> None:
-    for _ in range(2):
-        report = Report(hashed_rows=(4, 3, 2, 1))
-        statistics.record(report, Progress(step=0), 0.0, 0.0, "round")
-    samples = samples_of(registry)
-    assert [samples["zenps_hashed_rows_total", outcome] for outcome in HASH_OUTCOMES] == [8, 6, 4, 2]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.cuda.host.launcher import RecordingLauncher
 from tests.integration.reference import assert_same_bits
 from tests.worker.encode.test_quantizer import begin, every_form, planner_of
 from tests.worker.encode.test_reshard import make_planner, view_of
@@ -20,9 +22,11 @@ from tests.worker.encode.test_transfer import (
     encoded_by,
     make_layout,
     prepared,
+    rows_of,
 )
+from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
-from zenps.config.settings import ClusterConfig, Config, SyncConfig
+from zenps.config.settings import ClusterConfig, Config, CudaConfig, SyncConfig
 from zenps.partition.layout import Layout
 from zenps.schemes.registry import scheme_of
 from zenps.wire.shared_memory.arena import Arena
@@ -30,6 +34,7 @@ from zenps.worker.core.request import Options, Request
 from zenps.worker.encode.accelerator import OnDevices
 from zenps.worker.encode.dense import DENSE_GRANULE, granule_order
 from zenps.worker.encode.planner import Planner
+from zenps.worker.encode.sharder import Sharder
 
 
 @pytest.fixture
@@ -95,6 +100,21 @@ def test_a_device_rounds_as_the_cpu(form: ValueForm, count: int, monkeypatch: py
     for transfer in (on_the_host, staged):
         absorb_all(transfer, answers)
     assert_same_bits(staged.finish(), on_the_host.finish())
+
+
+@pytest.mark.parametrize(
+    ("compaction", "kernel"), [("sort", "sort_segments<int32>"), ("bitmap", "mark_positions<int32>")]
+)
+def test_a_device_compacts_as_the_settings_say(
+    compaction: Literal["sort", "bitmap"], kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, scheme = Config(cuda=CudaConfig(compaction=compaction)), scheme_of("zenps")
+    planner = Planner(config, scheme, Sharder(config, scheme.wire, view_of([0, 1])))
+    accelerator, launcher = HostAccelerator(), RecordingLauncher()
+    accelerator.launcher = launcher
+    monkeypatch.setattr(planner, "_accelerator", lambda _: accelerator)
+    prepared(planner.begin(Request(rows_of(600), "weight"), 0))
+    assert kernel in launcher.launched
 
 
 def test_orders_of_granules_are_made_once_for_each_ring(monkeypatch: pytest.MonkeyPatch) -> None:

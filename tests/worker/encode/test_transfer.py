@@ -79,7 +79,7 @@ def on_the_cpu(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: st
     return SparseTransfer(tensor, Sharding(layout, chunks, home), codec, KERNELS, Unchanged(tensor.dtype))
 
 
-def on_a_device(compaction: Literal["sort", "bitmap", "hash"]) -> MakeSparse:
+def on_a_device(compaction: Literal["sort", "bitmap"]) -> MakeSparse:
     def make(tensor: Tensor, layout: Layout, chunks: int, home: int, codec: str) -> Transfer:
         sharding, settings = Sharding(layout, chunks, home), CudaConfig(compaction=compaction)
         coder = Unchanged(tensor.dtype)
@@ -115,7 +115,7 @@ def dense_on_a_device(tensor: Tensor, sharding: Sharding, contributes: bool = Tr
     return prepared(transfer)
 
 
-# Duplicates are summed in no particular order by "bitmap" and "hash": test_gpu.py has them.
+# Duplicates are summed in no particular order by "bitmap": test_gpu.py has it.
 WAYS = {"cpu": on_the_cpu, "device": on_a_device("sort")}
 every_way = pytest.mark.parametrize("make_sparse", WAYS.values(), ids=WAYS)
 DENSE_WAYS = {"cpu": dense_on_the_cpu, "device": dense_on_a_device}

@@ -81,7 +81,7 @@ def test_precedence(tmp_path: Path, height: int) -> None:
 
 def test_every_field_can_be_set_by_its_variable() -> None:
     other = {"sync.partition": "parallel", "sync.codec": "coo", "log.level": "debug", "log.format": "json"}
-    other |= {"cuda.compaction": "hash", "cuda.serial_factor": "0.5", "cluster.on_worker_loss": "continue"}
+    other |= {"cuda.compaction": "bitmap", "cluster.on_worker_loss": "continue"}
     other |= {
         "cluster.same_host": "tcp",
         "sparsifier.controller": "published",

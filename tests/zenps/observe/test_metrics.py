@@ -60,7 +60,6 @@ NAMES: dict[Role, set[str]] = {
         "zenps_refused_pushes_total",
         "zenps_repeated_rounds_total",
         "zenps_waiting_pushes",
-        "zenps_hashed_rows_total",
     },
     ServerMetrics: COMMON
     | {

@@ -55,7 +55,7 @@ def bitmap_compact(
     Raises:
         TensorError: another dtype or shape, or too many rows. ``sort_compact`` takes other dtypes too.
     """
-    return bitmap_rows(launcher, positions, values, size, header).summed(len(positions))
+    return bitmap_rows(launcher, positions, values, size, header).summed()
 
 
 def bitmap_rows(

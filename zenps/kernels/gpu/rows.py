@@ -41,9 +41,9 @@ class GroupedRows:
     count: Tensor
     sum_into: Callable[[Tensor], None]
 
-    def summed(self, capacity: int) -> DeviceRows:
-        """The rows with their sums, of which there are at most ``capacity``."""
-        sums = self.values.new_empty((capacity, self.values.shape[1]))
+    def summed(self) -> DeviceRows:
+        """The rows with their sums, with room for as many as were given."""
+        sums = torch.empty_like(self.values)
         self.sum_into(sums)
         return DeviceRows(self.positions, sums, self.count)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,45 +26,7 @@ VALUES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 def sort_scratch_words(rows: int, size: int) -> int:
     """The words of scratch memory that :func:`sort_compact` needs in a header."""
-    return 2 + sort_tiles(rows) + ended_words(rows) + radix_scratch_words(rows, size)
-
-
-def ended_words(rows: int) -> int:
-    """The words of ``ended`` in :class:`Segments`: a counter for each chunk of all levels but the first."""
-    return -(-sum(_levels(rows)[1:]) // 2)
-
-
-class Segments(NamedTuple):
-    """Rows in the order of the sums that they are part of.
-
-    Attributes:
-        order: int32 ``[n]``, the rows.
-        segments: int32 ``[n]``, the segment of each of these, which ascend from 0 on without a gap.
-        ended: int64 ``[ended_words(n)]``, 0; used up by one :meth:`sum_into`.
-    """
-
-    order: Tensor
-    segments: Tensor
-    ended: Tensor
-
-    def sum_into(self, launcher: Launcher, values: Tensor, sums: Tensor) -> None:
-        """Writes the sum of each segment's rows of ``values``, by one launch, whatever their number.
-
-        Args:
-            sums: a row for each segment, of the dtype of ``values``, at an address divisible by 16.
-        """
-        if not values.numel():
-            return
-        rows, columns = values.shape
-        levels, lanes = _levels(rows), pack_lanes(values)
-        slots = 2 * sum(levels)
-        carries = values.new_empty((slots, columns), dtype=ACCUMULATE[values.dtype])
-        carry_segments = self.segments.new_empty(slots)
-        expression = f"reduce_runs<{number_name(values.dtype)}, {lanes}>"
-        grid = grid_of(levels[0] * (columns // lanes), REDUCE_BLOCK)
-        ended = self.ended.view(torch.int32)
-        args = (values, self.order, self.segments, rows, columns, sums, carries, carry_segments, ended)
-        launcher.launch("sort_compact", expression, grid, REDUCE_BLOCK, args)
+    return 2 + sort_tiles(rows) + _ended_words(rows) + radix_scratch_words(rows, size)
 
 
 def sort_compact(
@@ -94,7 +55,7 @@ def sort_compact(
     Raises:
         TensorError: another dtype or shape, or too many rows.
     """
-    return sort_rows(launcher, positions, values, size, header).summed(len(positions))
+    return sort_rows(launcher, positions, values, size, header).summed()
 
 
 def sort_rows(
@@ -104,7 +65,7 @@ def sort_rows(
     check_rows(positions, values, VALUES)
     rows = len(positions)
     header = header or Header.without_cuts(sort_scratch_words(rows, size), positions.device)
-    words = [1, 1 + sort_tiles(rows), ended_words(rows), radix_scratch_words(rows, size)]
+    words = [1, 1 + sort_tiles(rows), _ended_words(rows), radix_scratch_words(rows, size)]
     count, state, ended, radix = torch.split(header.scratch, words)
     sort = prepare_sort(positions, size, radix, header.outside)
     unique = torch.empty_like(positions)
@@ -112,8 +73,37 @@ def sort_rows(
     runs = (state, unique, segments, count, header.cuts, len(header.cuts), header.offsets)
     expression = f"sort_segments<{position_name(positions.dtype)}>"
     launcher.launch("sort_compact", expression, sort.tiles, BLOCK, (sort.stages, sort.struct, runs))
-    sum_into = partial(Segments(sort.order, segments, ended).sum_into, launcher, values)
+    sum_into = partial(_sum_rows, launcher, values, sort.order, segments, ended)
     return GroupedRows(unique, values, count, sum_into)
+
+
+def _sum_rows(
+    launcher: Launcher, values: Tensor, order: Tensor, segments: Tensor, ended: Tensor, sums: Tensor
+) -> None:
+    """Writes the sum of each segment's rows, by one launch, whatever their number.
+
+    Args:
+        order: int32 ``[n]``, the rows in order of position.
+        segments: int32 ``[n]``, the segment of each of these, which ascend from 0 on without a gap.
+        ended: int64 ``[_ended_words(n)]``, 0; used up.
+        sums: a row for each segment, of the dtype of ``values``, at an address divisible by 16.
+    """
+    if not values.numel():
+        return
+    rows, columns = values.shape
+    levels, lanes = _levels(rows), pack_lanes(values)
+    slots = 2 * sum(levels)
+    carries = values.new_empty((slots, columns), dtype=ACCUMULATE[values.dtype])
+    carry_segments = segments.new_empty(slots)
+    expression = f"reduce_runs<{number_name(values.dtype)}, {lanes}>"
+    grid = grid_of(levels[0] * (columns // lanes), REDUCE_BLOCK)
+    args = (values, order, segments, rows, columns, sums, carries, carry_segments, ended.view(torch.int32))
+    launcher.launch("sort_compact", expression, grid, REDUCE_BLOCK, args)
+
+
+def _ended_words(rows: int) -> int:
+    """The words of ``ended`` in :func:`_sum_rows`: a counter for each chunk of all levels but the first."""
+    return -(-sum(_levels(rows)[1:]) // 2)
 
 
 def _levels(rows: int) -> list[int]:

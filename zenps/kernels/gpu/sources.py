@@ -64,7 +64,6 @@ def _packed(pattern: str, dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
 
 
 _SUMMED_WIDER = (torch.float16, torch.bfloat16)
-_KEYS = ("uint32", "uint64")  # positions as words that can be compared and swapped
 
 EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "place": _specialise("place_rows<{}, {}>", _ROWS, _POSITION),
@@ -91,12 +90,6 @@ EXPRESSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "threshold_compact": (
         *(f"mark_elements<{_NUMBERS[dtype]}>" for dtype in (*_SUMMED_WIDER, torch.float32)),
         "list_marked",
-    ),
-    "hash_compact": (
-        *_specialise("claim_rows<{}>", _KEYS),
-        *_specialise("extract_keys<{}>", _KEYS),
-        *_specialise("number_groups<{}>", _KEYS),
-        "order_rows",
     ),
 }
 """The stem of each source in ``cuda/`` → the name expressions of its kernels."""
