@@ -115,7 +115,7 @@ class ServerRounds:
         push = held.push
         if push.ring_epoch < self._epoch:  # on its way when servers changed; it comes again for this ring
             return []
-        if push.ring_epoch > self._epoch or not self._peers.keys() >= set(push.ranks):
+        if push.ring_epoch > self._epoch or not self._peers.keys() >= {push.rank, *push.stands_for}:
             got = f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
@@ -238,7 +238,7 @@ class ServerRounds:
 
     def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
         """Adds a push to an open round."""
-        push, ranks = held.push, held.push.ranks
+        push, ranks, size = held.push, held.push.ranks, len(self._peers)
         round_.is_recovery |= push.again
         if push.rank in round_.held and not round_.lacks(push):
             self.duplicates += 1
@@ -252,12 +252,12 @@ class ServerRounds:
         round_.advance("push")
         is_whole = push.fragments == 1 or round_.add_fragment(held)
         round_.held.setdefault(push.rank, held)
-        self._admission.reserve(round_, held.whole_bytes, len(self._peers))
+        self._admission.reserve(round_, held.whole_bytes, size)
         if not is_whole:
-            reason = self._admission.why_too_large(held, len(self._peers))
+            reason = self._admission.why_too_large(held, size)
             failure = self._failure(round_.key, "size", reason)
             return self._fail(round_, "too large", failure, now) if reason else []
-        self.late.wait((push.rank,), round_.arrivals, len(self._peers), now)
+        self.late.wait((push.rank,), round_.arrivals, size, now)
         round_.ranks.update(ranks)
         round_.arrivals.append(now)
         return self._complete(round_, now)

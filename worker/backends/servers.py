@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -90,21 +91,22 @@ class ServerBackend(Backend):
     def _begin_transfer(
         self, request: Request, transforms: Sequence[Transform], expected_rows: int
     ) -> Transfer:
-        def begin(request: Request, rows: int = expected_rows) -> Transfer:
-            return self._planner.begin(request, rows, self._session.channel.arena())
-
-        def begin_round(request: Request, rows: int = 0) -> OneRound:
-            transfer = begin(request, rows)
-            assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
-            return transfer
-
         for transform in transforms:
             if isinstance(transform, Sparsified):
-                return transform.begin(request, begin)
+                return transform.begin(request, partial(self._encode, expected_rows=expected_rows))
             if isinstance(transform, Agreed):
-                first = begin_round(request, transform.expected)
-                return AgreedTransfer(request.name, request.options, transform, first, begin_round)
-        return begin(request)
+                first = self._encode_in_one_round(request, transform.expected)
+                options = request.options
+                return AgreedTransfer(request.name, options, transform, first, self._encode_in_one_round)
+        return self._encode(request, expected_rows)
+
+    def _encode(self, request: Request, expected_rows: int) -> Transfer:
+        return self._planner.begin(request, expected_rows, self._session.channel.arena())
+
+    def _encode_in_one_round(self, request: Request, expected_rows: int = 0) -> OneRound:
+        transfer = self._encode(request, expected_rows)
+        assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
+        return transfer
 
     def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
         """Applies all transforms of a tensor, in order."""

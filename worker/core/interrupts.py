@@ -64,13 +64,12 @@ class InterruptMask:
     def __enter__(self) -> None:
         if get_ident() != _main_thread:
             return
-        if not self._depth:
-            handler = getsignal(SIGINT)
-            if callable(handler):  # SIG_DFL and SIG_IGN interrupt no Python code
-                self._handler, self.is_held = handler, False
-                # From its return on, no signal raises: a handler is looked up when it is called.
-                signal(SIGINT, self._hold_method)
-                self._is_replaced = True
+        # SIG_DFL and SIG_IGN interrupt no Python code.
+        if not self._depth and callable(handler := getsignal(SIGINT)):
+            self._handler = handler
+            # From its return on, no signal raises: a handler is looked up when it is called.
+            signal(SIGINT, self._hold_method)
+            self._is_replaced = True
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:

@@ -47,22 +47,18 @@ class Steps:
             previous = self._latest.get(name)
             if previous is not None and not previous.ended:
                 raise in_flight(name)
-            taken = previous.names if previous is not None else 0
-            if names > taken and self._names + names - taken > MAX_NAMES:
-                raise UsageError(
-                    f"tensor {name!r}: {self._names} different names were used before it, and "
-                    f"{MAX_NAMES} may be; "
-                    "use one name for a tensor in all steps, without the step's number in it"
-                )
+            taken = 0 if previous is None else previous.names
             if names > taken:
-                self._names += names - taken
+                self._take_names(name, names - taken)
             else:
                 names = taken
-            progress = self._latest[name] = Progress(0, names=names)
-            if previous is not None:
+            if previous is None:
+                progress = Progress(0, names=names)
+            else:
                 previous.previous = None
-                progress.step, progress.previous = previous.step + 1, previous
-                progress.expected_rows = previous.pulled_rows
+                step, rows = previous.step + 1, previous.pulled_rows
+                progress = Progress(step, names=names, expected_rows=rows, previous=previous)
+            self._latest[name] = progress
             if progress.step > self._last_step:
                 self._last_step = log.here.step = progress.step
                 self._counter.total += 1
@@ -85,3 +81,11 @@ class Steps:
             self._latest.clear()
             self._names = 0
             self._last_step = -1
+
+    def _take_names(self, name: str, names: int) -> None:
+        if self._names + names > MAX_NAMES:
+            raise UsageError(
+                f"tensor {name!r}: {self._names} different names were used before it, and {MAX_NAMES} "
+                "may be; use one name for a tensor in all steps, without the step's number in it"
+            )
+        self._names += names
