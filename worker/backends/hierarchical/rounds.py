@@ -135,7 +135,12 @@ class HostRounds(NegotiatedRounds[HostRound]):
         return any(not round_.is_processed or round_.pushed for round_ in self._in_flight.values())
 
     def _has_work(self) -> bool:
-        return self._failure is not None or bool(self._ready())
+        """Returns whether there is something to process, or nothing left to wait for.
+
+        Another thread may have ended the last round before this one began to wait.
+        """
+        with self._news:
+            return self._failure is not None or bool(self._ready()) or not self._awaits_servers()
 
     def _ready(self) -> list[HostRound]:
         with self._news:

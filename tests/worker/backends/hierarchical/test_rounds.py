@@ -227,3 +227,22 @@ def test_a_leader_that_leaves_tells_its_follower_nothing(beside: Host) -> None:
     assert isinstance(outcome_of(leads), LeftError)
     time.sleep(0.1)
     assert not follows.has_ended
+
+
+def test_nobody_waits_for_servers_when_the_last_round_has_ended_meanwhile(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers, ended, returned = alone.follower._servers, threading.Event(), threading.Event()
+    wait = servers.wait
+
+    def wait_late(ready: Callable[[], bool], until: float) -> None:
+        is_late = threading.current_thread().name == "zenps-host"
+        assert not is_late or ended.wait(DEADLINE_SECONDS)
+        wait(ready, until)
+        if is_late:
+            returned.set()
+
+    monkeypatch.setattr(servers, "wait", wait_late)
+    assert all(isinstance(outcome, Tensor) for outcome in alone.push())
+    ended.set()
+    assert returned.wait(DEADLINE_SECONDS)
