@@ -8,7 +8,7 @@ digits some train with momentum, too.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -71,6 +71,12 @@ class Training(msgspec.Struct, frozen=True):
             self.task, seeds, steps, self.learning_rate * (1 - way.momentum), way.momentum, way.forgets
         )
 
+    def only(self, names: Collection[str]) -> Training:
+        """With these ways, and those that they are compared with."""
+        momenta = {0.0, *(way.momentum for way in self.ways if way.name in names)}
+        ways = [way for way in self.ways if way.name in names or (not way.sets and way.momentum in momenta)]
+        return msgspec.structs.replace(self, ways=tuple(ways))
+
 
 TRAININGS = (
     Training("digits", 3, 600, 0.2, (*WAYS, way("exdyna", 0.01), way("micro", 0.01), *WITH_MOMENTUM)),
@@ -121,9 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, metavar="N", help="of each training, a multiple of 10")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    names = sorted({way.name for training in TRAININGS for way in training.ways if way.sets})
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "convergence.json")
     options = parser.parse_args(arguments)
-    trained = [train(each, options.seeds, options.steps or each.steps) for each in TRAININGS]
+    trainings = [each.only(options.ways) for each in TRAININGS]
+    trained = [train(each, options.seeds, options.steps or each.steps) for each in trainings]
     report = Report(SERVERS, options.seeds, find_versions(), trained)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.encode(report) + b"\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_convergence.py"
+WAYS = ("topk 0.01", "topk 0.01, no residual", "dgc 0.01, momentum", "exdyna 0.04")
 SECONDS = 400
 
 
@@ -19,6 +20,7 @@ SECONDS = 400
 def test_short_run_is_measured_and_written(tmp_path: Path) -> None:
     file = tmp_path / "new" / "convergence.json"
     command = [sys.executable, str(BENCHMARK), "--steps", "30", "--seeds", "2", "--json", str(file)]
+    command += ["--ways", *WAYS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     digits, text = json.loads(file.read_text())["trained"]
@@ -26,9 +28,15 @@ def test_short_run_is_measured_and_written(tmp_path: Path) -> None:
         ("digits", 3),
         ("text", 4),
     ]
-    for trained, untrained_loss in ((digits, math.log(10)), (text, math.log(256))):
+    expected = (
+        {"none", "topk 0.01", "topk 0.01, no residual", "none, momentum", "dgc 0.01, momentum"},
+        {"none", "topk 0.01", "topk 0.01, no residual", "exdyna 0.04"},
+    )
+    untrained_losses = math.log(10), math.log(256)
+    for trained, names, untrained_loss in zip((digits, text), expected, untrained_losses, strict=True):
         runs = {run["way"]["name"]: run for run in trained["runs"]}
-        for name in {"none", "none, momentum"} & runs.keys():
+        assert runs.keys() == names
+        for name in {"none", "none, momentum"} & names:
             assert (runs[name]["loss_ratio"], runs[name]["bytes_ratio"], runs[name]["density"]) == (1, 1, 1)
         assert runs["topk 0.01"]["density"] == pytest.approx(0.01, rel=0.03)
         assert runs["topk 0.01"]["bytes_ratio"] > 20
