@@ -72,6 +72,11 @@ def test_names_are_bounded_and_what_is_taken_back_does_not_count(steps: Steps) -
     assert fewer.names == MAX_NAMES - 1, "names that were used are not given back"
 
 
+def test_of_a_tensor_that_takes_more_names_than_before_only_these_count(steps: Steps) -> None:
+    steps.begin("a", MAX_NAMES - 1).ended = True
+    assert steps.begin("a", MAX_NAMES).names == MAX_NAMES
+
+
 def test_joining_workers_count_from_0_and_so_do_all_then(steps: Steps, begun: Tally) -> None:
     steps.begin("a", MAX_NAMES)
     steps.reset()

@@ -88,8 +88,6 @@ def _sum_rows(
         ended: int64 ``[_ended_words(n)]``, 0; used up.
         sums: a row for each segment, of the dtype of ``values``, at an address divisible by 16.
     """
-    if not values.numel():
-        return
     rows, columns = values.shape
     levels, lanes = _levels(rows), pack_lanes(values)
     slots = 2 * sum(levels)
