@@ -128,7 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="of each training, a multiple of 10")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
     names = sorted({way.name for training in TRAININGS for way in training.ways if way.sets})
-    parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="NAME", help=f"of {names}")
+    only = f"train these, and what they are compared with; all by default: {'; '.join(names)}"
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="NAME", help=only)
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "convergence.json")
     options = parser.parse_args(arguments)
     trainings = [each.only(options.ways) for each in TRAININGS]
