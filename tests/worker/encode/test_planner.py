@@ -23,6 +23,7 @@ from tests.worker.encode.test_transfer import (
     make_layout,
     prepared,
     rows_of,
+    sparse,
 )
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
@@ -100,6 +101,19 @@ def test_a_device_rounds_as_the_cpu(form: ValueForm, count: int, monkeypatch: py
     for transfer in (on_the_host, staged):
         absorb_all(transfer, answers)
     assert_same_bits(staged.finish(), on_the_host.finish())
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_rows_are_compacted_to_where_servers_of_this_host_read(
+    where: str, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planner = planner_of("same")
+    if where == "device":
+        on_a_device(planner, monkeypatch)
+    tensor = sparse(torch.arange(5000).repeat(2), torch.ones(10_000, 64), (70_000, 64))
+    chunks = encoded_by(prepared(planner.begin(Request(tensor, "weight"), 0, arena))).chunks
+    assert sum(chunk.rows for chunk in chunks) == 5000
+    assert all(arena.find(chunk.frames[1]) is not None for chunk in chunks)
 
 
 @pytest.mark.parametrize(
