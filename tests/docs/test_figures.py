@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -45,6 +46,61 @@ def test_the_machine_is_the_one_that_was_measured(name: str) -> None:
     machine, text = results(name)["machine"], page("performance.md")
     assert machine["cores"] == 2
     assert f"One virtual machine with two cores ({machine['cpu']}, no GPU)" in text
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of all tables of a page."""
+    rows = re.findall(r"^\| (.+) \|$", text, re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def loopback(name: str) -> dict[tuple[int, str, int], tuple[dict[str, float], float]]:
+    """Milliseconds of each way, and the speed-up over gloo, by workers, way to the same host, and levels."""
+    return {
+        (found["workers"], found["setup"]["same_host"], found["setup"]["levels"]): (
+            {way: 1000 * took["p50_seconds"] for way, took in found["block"]["table"].items()},
+            found["speedup"],
+        )
+        for found in results(name)["measurements"]
+        if found["setup"]["partition"] == "balanced"
+    }
+
+
+def test_the_readme_s_loopback_is_what_was_measured() -> None:
+    rows, measured = cells((ROOT / "README.md").read_text("utf-8")), loopback("loopback-700001x48.json")
+    for workers in (2, 8):
+        took, _ = measured[workers, "memory", 1]
+        own, dense = took.pop("zenps"), took["gloo dense"]
+        name = f"loopback, 700 001 × 48, {workers} workers"
+        times = [f"{own:.0f}", f"{min(took.values()):.0f}", "", f"{dense:.0f}"]
+        assert [name, *times, f"{dense / own:.1f} ×"] in rows
+
+
+@pytest.mark.parametrize("name", ["loopback-700001x48.json", "loopback-500000x32.json"])
+def test_loopback_is_what_was_measured(name: str) -> None:
+    rows, measured = cells((ROOT / "docs" / "performance.md").read_text("utf-8")), loopback(name)
+    for workers in (2, 4, 8):
+        took, speedup = measured[workers, "memory", 1]
+        others = [measured[workers, way, levels][1] for way, levels in (("tcp", 1), ("memory", 2))]
+        times = [f"{took[way]:.1f}" for way in ("zenps", "gloo dense", "gloo sparse", "gloo gather")]
+        expected = [str(workers), *times, *(f"{each:.2f} ×" for each in (speedup, *others))]
+        assert expected in [row[1:] for row in rows]
+
+
+@pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
+def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
+    took = {
+        found["scheme"]: 1000 * median(found["seconds"])
+        for found in results("net.json")["measurements"]
+        if (found["workload"], found["workers"], found["mbit"]) == (workload, 8, 50)
+    }
+    own, dense = took["zenps"], took["gloo dense"]
+    other = min(ms for scheme, ms in took.items() if not scheme.startswith(("zenps", "auto", "gloo")))
+    factor = f"{dense / own:.0f} ×" if dense > 10 * own else f"{dense / own:.1f} ×"
+    expected = [f"{own:.0f}", f"{other:.0f}", f"{took['zen']:.0f}", f"{dense:.0f}", factor]
+    rows = cells((ROOT / "README.md").read_text("utf-8"))
+    [shown] = [row[1:] for row in rows if row[0].lower().startswith(f"{workload},")]
+    assert [cell.replace(" ", "") for cell in shown] == [cell.replace(" ", "") for cell in expected]
 
 
 def test_what_sorting_takes_on_a_gpu_is_what_was_measured() -> None:
