@@ -452,8 +452,8 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         await_file(tmp_path / "rank1step5")
         workers[1].kill()
         cluster.await_epoch(2)
-        newcomer = cluster.start(train_elastically, tmp_path)
-        results = [workers[0].result(), newcomer.result()]
+        joining = cluster.start(train_elastically, tmp_path)
+        results = [workers[0].result(), joining.result()]
         cluster.drain()
     assert_bits(results)
 

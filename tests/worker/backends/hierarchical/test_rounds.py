@@ -62,7 +62,7 @@ class Silent(Channel):
         """Does nothing."""
 
 
-class Meeting:
+class Negotiation:
     """Sums the tables that ranks 0 and 1 negotiate. Ranks of other hosts say what rank 0 does."""
 
     def __init__(self, size: int) -> None:
@@ -86,13 +86,13 @@ class Meeting:
 class Servers(ServerBackend):
     """Negotiations end once both ranks are there; no leader can push."""
 
-    def __init__(self, rank: int, meeting: Meeting, waiting: Waiting) -> None:
+    def __init__(self, rank: int, negotiation: Negotiation, waiting: Waiting) -> None:
         self.refusal: ZenPSError = UsageError("a sparsifier is wrong")
-        self._rank, self._meeting, self._waiting = rank, meeting, waiting
+        self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
     def negotiate(self, table: Tensor, name: str) -> Pending:
         pending = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), self._waiting, counted="nothing")
-        self._meeting.join(self._rank, table, pending)
+        self._negotiation.join(self._rank, table, pending)
         return pending
 
     def begin(self, request: Request, counted: Counted = "round") -> Pending:
@@ -113,9 +113,9 @@ class Host:
             Link(socket, 1 - rank, Window(self.arenas[1 - rank].fd))
             for rank, socket in enumerate(net.socketpair(net.AF_UNIX, net.SOCK_SEQPACKET))
         ]
-        meeting = Meeting(size)
+        negotiation = Negotiation(size)
         hosts = ["box", "box", *(f"host{rank}" for rank in range(2, size))]
-        sessions = [self._session(rank, hosts, meeting) for rank in range(2)]
+        sessions = [self._session(rank, hosts, negotiation) for rank in range(2)]
         self.leader = Leader(sessions[0], self.links[:1])
         self.follower = Follower(sessions[1], self.links[1])
         for each in self.ranks:
@@ -145,10 +145,10 @@ class Host:
         for arena in self.arenas:
             arena.close()
 
-    def _session(self, rank: int, hosts: Sequence[str], meeting: Meeting) -> HostSession:
+    def _session(self, rank: int, hosts: Sequence[str], negotiation: Negotiation) -> HostSession:
         metrics, spans = WorkerMetrics(CollectorRegistry()), Spans()
         statistics = Statistics(metrics)
-        servers = Servers(rank, meeting, Waiting(Notifier(), DEADLINE_SECONDS, statistics, spans))
+        servers = Servers(rank, negotiation, Waiting(Notifier(), DEADLINE_SECONDS, statistics, spans))
         session = Session(Config(), Held(rank, hosts), Silent(), statistics, metrics, spans)
         return HostSession(session, servers, self.arenas[rank])
 
