@@ -105,8 +105,8 @@ def check_request(request: Request) -> None:
     """Checks a request before anything is sent.
 
     Raises:
-        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
-            integer, or a CUDA graph is being captured.
+        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, ``average`` is no
+            bool, the priority is no integer, or a CUDA graph is being captured.
         TensorError: the tensor has an unsupported device, layout or dtype.
     """
     tensor, name, options = request
@@ -114,6 +114,7 @@ def check_request(request: Request) -> None:
     if _is_capturing():
         reason = "expected no CUDA graph to be captured, for its replays would not synchronise"
         raise UsageError(f"tensor {name!r:.60}: {reason}; capture forward and backward alone")
+    check_average(options.average, f"tensor {name!r}")
     if options.is_reduction:
         _check_tensor(tensor, options.average)
     priority: object = options.priority
@@ -162,6 +163,16 @@ def without_turn(name: str) -> str:
 
 
 # These parameters are annotated as object because callers need not be type-checked.
+
+
+def check_average(average: object, where: str) -> None:
+    """Checks that ``average`` is a bool: servers take no other type, such as 1 or NumPy's bool.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(average, bool):
+        raise UsageError(f"{where}: average = {average!r:.60}: expected a bool, True or False")
 
 
 def _check_name(name: object) -> None:

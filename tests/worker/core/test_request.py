@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -109,6 +110,13 @@ def test_names_are_strings_that_can_be_sent(name: Any, purpose: Purpose) -> None
 @pytest.mark.parametrize("name", ["x", "x" * 1024, "Gewicht für Ä/𝄞"])
 def test_names_that_can_be_sent(name: str) -> None:
     check_request(Request(torch.ones(3), name))
+
+
+@pytest.mark.parametrize("average", [1, 0, None, "no", numpy.True_])
+def test_average_is_a_bool(average: Any) -> None:
+    """Servers drop a push that says 1, and ranks would wait for ever; NumPy's bool ended the job."""
+    with pytest.raises(UsageError, match=r"tensor 'weight': average = .*: expected a bool, True or False"):
+        check_tensor(torch.ones(3), average)
 
 
 @pytest.mark.parametrize("priority", [0.5, "1", None])
