@@ -299,7 +299,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         were unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it.
+            UsageError: a gradient was changed since backward computed it, or an embedding that was unfrozen
+                or added has ``max_norm``.
         """
         self._consistency.synchronize()
 

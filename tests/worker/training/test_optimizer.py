@@ -882,6 +882,24 @@ def test_max_norm_is_refused(make: Callable[[], nn.Module], world: FakeWorld) ->
     assert not world.pushed
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+def test_max_norm_of_a_table_that_joins_later_is_refused(is_added: bool, model: Model) -> None:
+    """Ranks would apply it to the rows that each looks up, as in the first step."""
+    table = nn.Embedding(10, 2, max_norm=1.0).requires_grad_(is_added)
+    parameters = [*model.parameters()] if is_added else [*model.parameters(), *table.parameters()]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    train_one_step(model, optimizer)
+    if is_added:
+        optimizer.add_param_group({"params": table.parameters()})
+    table.requires_grad_(True)
+    (model.loss() + table(torch.tensor([1, 3])).sum()).backward()
+    with pytest.raises(UsageError, match=r"Embedding.*max_norm.*diverge.*; zero_grad\(\) ends this step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    table.requires_grad_(False)
+    train_one_step(model, optimizer)
+
+
 def test_lbfgs_is_refused(world: FakeWorld, model: Model) -> None:
     with pytest.raises(UsageError, match=r"LBFGS.*use another"):
         zps.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
