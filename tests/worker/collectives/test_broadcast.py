@@ -15,7 +15,7 @@ import zenps as zps
 import zenps.byteps as bps
 import zenps.horovod as hvd
 from zenps.config.settings import Config
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError
 from zenps.worker.process import PROCESS
 
 
@@ -38,6 +38,17 @@ def test_two_tensors_of_one_name_are_refused(broadcast: Callable[..., Any]) -> N
     with pytest.raises(UsageError, match="two tensors have the name 'weight'; give each its own"):
         broadcast(both, root_rank=0)
     broadcast(itertools.chain(encoder.named_parameters(), encoder.named_parameters()), root_rank=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized tensor creation|nested tensors)")
+def test_what_has_no_plain_memory_is_refused() -> None:
+    """Views of the bytes of a tensor that torch has quantized ended the process by SIGSEGV."""
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(TensorError, match=r"broadcast/x: .* got torch.quint8; use \.int_repr\(\)"):
+        zps.broadcast_parameters({"x": quantized})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TensorError, match=r"broadcast/x: .* got a nested one; use \.unbind\(\)"):
+        zps.broadcast_parameters({"x": nested})
 
 
 @pytest.mark.parametrize("root", [numpy.int64(0), numpy.uint8(0), 0.0, False])
