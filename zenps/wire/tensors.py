@@ -39,12 +39,12 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a contiguous tensor in one dimension, in the same memory.
+    """The elements of a tensor in one dimension, in the same memory where it is contiguous.
 
     Unlike ``reshape(-1)`` it has a stride of 1 also where a view of one element has another, as the first
     column of a batch of one, whose bytes torch would refuse to view.
     """
-    return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
