@@ -184,7 +184,8 @@ def _check_tensor(tensor: object, average: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     if not (tensor.is_cpu or tensor.is_cuda):
-        raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
+        remedy = "give its module memory with .to_empty()" if tensor.is_meta else "move it with .cpu()"
+        raise TensorError(f"device {tensor.device}: expected cpu or cuda; {remedy}")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
     if tensor.is_sparse and table_shape(tensor)[0] >= MAX_SIZE:
