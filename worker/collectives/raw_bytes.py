@@ -12,6 +12,8 @@ from torch import Tensor
 from zenps.errors import TensorError
 from zenps.wire.tensors import flat
 
+from ..core.request import check_plain
+
 DTYPES: Final = {
     str(dtype): dtype
     for dtype in (
@@ -40,6 +42,10 @@ def check_strided(tensor: object, name: str) -> None:
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    try:
+        check_plain(tensor)
+    except TensorError as error:
+        raise TensorError(f"{name}: {error}") from None
     if tensor.is_quantized:
         raise TensorError(f"{name}: expected a tensor of plain numbers, got {tensor.dtype}; use .int_repr()")
     if tensor.is_nested:

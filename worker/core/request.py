@@ -183,6 +183,7 @@ def _check_name(name: object) -> None:
 def _check_tensor(tensor: object, average: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    check_plain(tensor)
     if not (tensor.is_cpu or tensor.is_cuda):
         remedy = "give its module memory with .to_empty()" if tensor.is_meta else "move it with .cpu()"
         raise TensorError(f"device {tensor.device}: expected cpu or cuda; {remedy}")
@@ -203,6 +204,19 @@ def _advice(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "; pass torch.view_as_real(tensor), or make the parameter one of real numbers likewise"
     return ""
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Checks that a tensor has its elements in its own memory.
+
+    Raises:
+        TensorError: it wraps others that have them, as a DTensor does.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        kind = type(tensor).__name__
+        raise TensorError(
+            f"a {kind}: expected a tensor with elements of its own, such as .to_local() of a DTensor"
+        )
 
 
 def check_outside_graph(tensor: object, name: str) -> None:

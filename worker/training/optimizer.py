@@ -16,7 +16,7 @@ from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
-from ..core.request import check_average
+from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
@@ -61,6 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             is of another type, a parameter has no name, two have the same name, ``sync.sparsifier`` cannot
             take the optimizer's momentum, the optimizer is LBFGS, an embedding has ``max_norm``, or
             DistributedDataParallel has the same parameters.
+        TensorError: a parameter wraps other tensors, as a DTensor does.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -93,6 +94,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if PROCESS.world.is_distributed:
             check_optimizer(optimizer)
             check_modules(own.values())
+            for parameter in own.values():
+                check_plain(parameter)
         self._correction = take_momentum(optimizer)
         self._consistency: Consistency
         if PROCESS.world.averages_models:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.wire.fields import MAX_COLUMNS
+from zenps.worker.collectives.raw_bytes import check_strided
 from zenps.worker.core.request import (
     Options,
     Purpose,
@@ -110,6 +111,28 @@ def test_names_are_strings_that_can_be_sent(name: Any, purpose: Purpose) -> None
 @pytest.mark.parametrize("name", ["x", "x" * 1024, "Gewicht für Ä/𝄞"])
 def test_names_that_can_be_sent(name: str) -> None:
     check_request(Request(torch.ones(3), name))
+
+
+class Wrapping(Tensor):
+    """Has no elements of its own, as a DTensor."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        made: Wrapping = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_that_wraps_others_is_refused() -> None:
+    """What was pushed was read from no memory of the tensor."""
+    with pytest.raises(TensorError, match=r"a Wrapping: expected .* \.to_local\(\) of a DTensor"):
+        check_tensor(Wrapping(torch.ones(3)), average=True)
+    with pytest.raises(TensorError, match=r"broadcast/x: a Wrapping: expected"):
+        check_strided(Wrapping(torch.ones(3)), "broadcast/x")
+    check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)
 
 
 @pytest.mark.parametrize("average", [1, 0, None, "no", numpy.True_])

@@ -73,6 +73,8 @@ def _are_unchanged(snapshots: Iterable[Snapshot]) -> bool:
 
 def _hashes(gradient: Tensor) -> Sequence[_Hash]:
     """Returns the hash of each tensor that ``gradient`` consists of."""
+    if type(gradient).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return ()
     gradient = gradient.detach()
     if gradient.is_sparse:
         return _hash(gradient._indices()), _hash(gradient._values())
