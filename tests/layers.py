@@ -47,7 +47,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "collectives",
         "api training",
     ),
-    "zenps.worker.training": ("gradients", "*"),
+    "zenps.worker.training": ("hazards", "gradients", "*"),
     "zenps.worker.backends": ("*", "peers", "hierarchical auto", "engines"),
     "zenps.server": ("reducers", "rounds", "*", "service"),
     "zenps.scheduler": ("observe", "membership", "*", "page", "service"),

@@ -155,7 +155,8 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         TensorError: the tensor cannot be synchronised; nothing was sent. If indices of a tensor on a CUDA
             device lie outside its shape, :func:`synchronize` raises this.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
-        UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer.
+        UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer,
+            or ``average`` no bool.
     """
     check_outside_graph(tensor, name)
     options = Options(average=average, priority=priority)
@@ -185,9 +186,19 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
 
 def poll(handle: Pending) -> bool:
     """Returns whether :func:`synchronize` would return at once."""
-    return handle.done()
+    return _checked(handle).done()
 
 
 def synchronize(handle: Pending) -> Tensor:
-    """Waits for the result of :func:`push_pull_async`. Errors are those of :func:`push_pull`."""
-    return handle.wait()
+    """Waits for the result of :func:`push_pull_async`. Errors are those of :func:`push_pull`.
+
+    Raises:
+        UsageError: ``handle`` is none, such as the result of :func:`push_pull`.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: object) -> Pending:
+    if not isinstance(handle, Pending):
+        raise UsageError(f"expected the handle that push_pull_async returned, got {type(handle).__name__}")
+    return handle

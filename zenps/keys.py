@@ -225,8 +225,10 @@ def _make_private(directory: Path) -> None:
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
+        if not directory.is_dir():
+            raise ConfigError("DIR", str(directory), "a directory, not another file") from None
         mode = stat.S_IMODE(directory.stat().st_mode)
-        if not directory.is_dir() or mode & _OPEN_TO_OTHERS:
+        if mode & _OPEN_TO_OTHERS:
             allowed = f"a directory that is closed to others, not mode {mode:04o}: chmod 700"
             raise ConfigError("DIR", str(directory), allowed) from None
     else:

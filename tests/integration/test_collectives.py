@@ -40,6 +40,8 @@ def parts(rank: int) -> dict[str, Tensor]:
         "conjugate": torch.randn(rank + 1, 2, dtype=torch.complex64).conj(),
         "expanded": torch.tensor([float(rank)]).expand(4),
         "parameter": torch.nn.Parameter(torch.full((1, 2), float(rank))),
+        # Rank 0 has one element, which is contiguous with any stride.
+        "column": torch.randn(1 + rank, 5)[:, 1],
     }
 
 
@@ -52,6 +54,7 @@ def alike(rank: int) -> dict[str, Tensor]:
         "nan": numbers,
         "no dimensions": torch.tensor(rank - 1.5),
         "empty": torch.empty(0, 3),
+        "column of one": torch.randn(1, 5)[:, 1],
         "large": torch.randn(50_003),
     }
 
@@ -157,8 +160,13 @@ ERRORS: dict[str, tuple[str, str, str]] = {
 
 def same_bits(got: Any, other: Tensor) -> bool:
     assert isinstance(got, Tensor), got
-    flat = [each.resolve_conj().contiguous().view(-1).view(torch.uint8) for each in (got, other.detach())]
+    flat = [as_bytes(each.resolve_conj()) for each in (got, other.detach())]
     return (got.dtype, got.shape) == (other.dtype, other.shape) and torch.equal(*flat)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A copy has a stride of 1, which a contiguous tensor of one element need not have."""
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 SETTINGS: list[Any] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -298,6 +299,34 @@ def push_many() -> list[float]:
     order = sorted(begun, reverse=zps.rank() % 2 == 1)
     sums = {name: float(begun[name].wait().double().sum()) for name in order}
     return [sums[name] for name in begun]
+
+
+@pytest.mark.parametrize("name", ["topk", "exdyna"])
+def test_a_dropped_optimizer_frees_its_residuals_and_is_in_no_checkpoint(name: str) -> None:
+    """Though rounds are kept, for ranks that may need them again."""
+    with Cluster(RANKS, settings=SETTINGS | {"sync.sparsifier": name}) as cluster:
+        results = cluster.run(wrap_one_after_the_other)
+    assert results == [[{"optimizer0"}, set(), {"optimizer1"}]] * RANKS
+
+
+def wrap_one_after_the_other() -> list[set[str]]:
+    """The optimizers in a checkpoint while the first is used, after it is dropped, and with the second."""
+
+    def saved() -> set[str]:
+        gc.collect()
+        return {name.partition("/")[0] for name in zps.sparsifier_state_dict()["tensors"]}
+
+    model, found = make_model(), []
+    for _ in range(2):
+        optimizer: Any = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE))
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        found.append(saved())
+        del optimizer
+        found.append(saved())
+    return found[:-1]
 
 
 def test_a_scheme_without_indices_refuses_an_agreed_exchange() -> None:

@@ -121,6 +121,13 @@ def test_directory_of_others_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    """It was advised to change the file's mode."""
+    (tmp_path / "keys").write_text("")
+    with pytest.raises(ConfigError, match=r"DIR = '.*/keys': expected a directory, not another file$"):
+        generate(tmp_path / "keys", workers=1, servers=1)
+
+
 def test_link_in_the_place_of_a_secret_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "target"
     (tmp_path / "keys").mkdir(mode=0o700)

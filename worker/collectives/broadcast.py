@@ -41,14 +41,36 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
 
     Raises:
         TensorError: a value is no strided tensor, or cannot be written.
-        UsageError: there is no such rank, or two tensors have the same name.
+        UsageError: there is no such rank, two tensors have the same name, or tensors have no names.
         PeerLostError: the root was lost.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
     """
-    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
-    named = by_name(pairs, "broadcast_parameters")
+    where = "broadcast_parameters"
+    items = parameters.items() if isinstance(parameters, Mapping) else parameters
+    named = by_name(named_pairs(items, where, "model.state_dict()"), where)
     check_alike(named, root_rank)
     _overwrite(named, root_rank)
+
+
+def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]]:
+    """Returns named tensors as a list. Callers need not be type-checked.
+
+    Args:
+        where: they were given, for errors.
+        such_as: what has names.
+
+    Raises:
+        UsageError: they are no pairs of a name and a tensor, as ``model.parameters()`` has none.
+    """
+    listed: list[Any] = list(items) if isinstance(items, Iterable) else [items]
+    for each in listed:
+        # A tensor of two rows can be unpacked, too.
+        if not (isinstance(each, tuple | list) and len(each) == 2):
+            raise UsageError(
+                f"{where}: expected pairs of a name and a tensor, such as {such_as}, got "
+                f"{type(each).__name__} instead of a pair"
+            )
+    return listed
 
 
 def by_name(pairs: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
@@ -171,10 +193,10 @@ def _agree(root_rank: int, size: int, name: str) -> int:
         RootLostError: the root was lost.
     """
     world = PROCESS.world
-    is_root = world.rank == root_rank
+    is_root = bool(world.rank == root_rank)  # NumPy's integers compare to its own bool
     # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
     most = MAX_WORKERS if world.is_elastic else world.size
-    named = root_rank if root_rank in range(most) else -1
+    named = int(root_rank) if root_rank in range(most) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
     ranks, roots, sum_named, sum_squares, size = summed.tolist()

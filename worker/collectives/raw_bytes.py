@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from zenps.errors import TensorError
+from zenps.wire.tensors import flat
+
+from ..core.request import check_plain
 
 DTYPES: Final = {
     str(dtype): dtype
@@ -32,13 +35,21 @@ DTYPES: Final = {
 
 
 def check_strided(tensor: object, name: str) -> None:
-    """Checks that a tensor has bytes: strided, in memory.
+    """Checks that a tensor has bytes: strided, in memory, neither quantized by torch nor nested.
 
     Raises:
         TensorError: it is none, or has none.
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    try:
+        check_plain(tensor)
+    except TensorError as error:
+        raise TensorError(f"{name}: {error}") from None
+    if tensor.is_quantized:
+        raise TensorError(f"{name}: expected a tensor of plain numbers, got {tensor.dtype}; use .int_repr()")
+    if tensor.is_nested:
+        raise TensorError(f"{name}: expected one tensor, got a nested one; use .unbind()")
     if tensor.layout != torch.strided:
         raise TensorError(f"{name}: expected a strided tensor, got {tensor.layout}; use .to_dense()")
     if tensor.is_meta:
@@ -61,7 +72,7 @@ def check_dtype(tensor: Tensor, name: str) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the elements of a strided tensor as uint8 ``[bytes]`` on the CPU, perhaps in its own memory."""
     whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return whole.reshape(-1).view(torch.uint8)
+    return flat(whole).view(torch.uint8)
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

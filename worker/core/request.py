@@ -105,8 +105,8 @@ def check_request(request: Request) -> None:
     """Checks a request before anything is sent.
 
     Raises:
-        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, or the priority is no
-            integer, or a CUDA graph is being captured.
+        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, ``average`` is no
+            bool, the priority is no integer, or a CUDA graph is being captured.
         TensorError: the tensor has an unsupported device, layout or dtype.
     """
     tensor, name, options = request
@@ -114,6 +114,7 @@ def check_request(request: Request) -> None:
     if _is_capturing():
         reason = "expected no CUDA graph to be captured, for its replays would not synchronise"
         raise UsageError(f"tensor {name!r:.60}: {reason}; capture forward and backward alone")
+    check_average(options.average, f"tensor {name!r}")
     if options.is_reduction:
         _check_tensor(tensor, options.average)
     priority: object = options.priority
@@ -164,6 +165,16 @@ def without_turn(name: str) -> str:
 # These parameters are annotated as object because callers need not be type-checked.
 
 
+def check_average(average: object, where: str) -> None:
+    """Checks that ``average`` is a bool: servers take no other type, such as 1 or NumPy's bool.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not isinstance(average, bool):
+        raise UsageError(f"{where}: average = {average!r:.60}: expected a bool, True or False")
+
+
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or _SURROGATE.search(name):
         raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
@@ -172,8 +183,10 @@ def _check_name(name: object) -> None:
 def _check_tensor(tensor: object, average: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
+    check_plain(tensor)
     if not (tensor.is_cpu or tensor.is_cuda):
-        raise TensorError(f"device {tensor.device}: expected cpu or cuda; move it with .cpu()")
+        remedy = "give its module memory with .to_empty()" if tensor.is_meta else "move it with .cpu()"
+        raise TensorError(f"device {tensor.device}: expected cpu or cuda; {remedy}")
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
     if tensor.is_sparse and table_shape(tensor)[0] >= MAX_SIZE:
@@ -191,6 +204,19 @@ def _advice(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "; pass torch.view_as_real(tensor), or make the parameter one of real numbers likewise"
     return ""
+
+
+def check_plain(tensor: Tensor) -> None:
+    """Checks that a tensor has its elements in its own memory.
+
+    Raises:
+        TensorError: it wraps others that have them, as a DTensor does.
+    """
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        kind = type(tensor).__name__
+        raise TensorError(
+            f"a {kind}: expected a tensor with elements of its own, such as .to_local() of a DTensor"
+        )
 
 
 def check_outside_graph(tensor: object, name: str) -> None:

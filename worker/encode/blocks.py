@@ -15,6 +15,7 @@ from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
 from zenps.kernels.cpu import as_items
 from zenps.wire.blocks import decode_blocks, encode_blocks
+from zenps.wire.tensors import flat
 
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer, dense_bytes
@@ -124,7 +125,7 @@ def _as_blocks(tensor: Tensor, plan: Plan, pool: BufferPool) -> Tensor:
     """Returns the tensor as ``[blocks, block]``: a view if it fills whole blocks, else a padded copy."""
     tensor, count = tensor.detach().resolve_neg(), tensor.numel()
     if tensor.is_contiguous() and count == plan.blocks * plan.block:
-        return tensor.view(plan.blocks, plan.block)
+        return flat(tensor).view(plan.blocks, plan.block)
     padded = pool.empty((plan.blocks * plan.block,), tensor.dtype)
     padded[:count].view(tensor.shape).copy_(tensor)
     padded[count:].zero_()

@@ -18,7 +18,7 @@ from torch import Tensor
 from zenps.codecs.base import ValueCodec, ValueForm
 from zenps.kernels.cpu import put_rows
 from zenps.partition.layout import Layout
-from zenps.wire.tensors import DTYPES, copied_bytes, tensor_bytes, tensor_from_bytes
+from zenps.wire.tensors import DTYPES, copied_bytes, flat, tensor_bytes, tensor_from_bytes
 
 from ..core.request import Parts
 
@@ -100,7 +100,7 @@ class Unchanged(ValueCoder):
         return rows * columns * self._dtype.itemsize
 
     def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
-        return values.reshape(-1).view(torch.uint8)
+        return flat(values).view(torch.uint8)
 
     def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
         return self.encode(values)

@@ -256,7 +256,10 @@ class WorkerRounds:
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
-                names = listing(self._servers[rank] for rank in silent) or "the servers of the former ring"
+                names = "the servers of the former ring"
+                if silent:  # perhaps they wait for a rank, with a longer deadline than this worker's
+                    names = listing(self._servers[rank] for rank in silent)
+                    names += "; servers name the rank that is late if cluster.deadline_seconds is theirs, too"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions += self._fail_and_tell(round_, error)

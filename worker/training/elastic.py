@@ -60,6 +60,9 @@ class TrainingState:
         for name in values:
             if name.startswith("_") or hasattr(type(self), name):
                 raise UsageError(f"value {name!r}: TrainingState has that name itself; use another")
+        if isinstance(optimizers, torch.optim.Optimizer):
+            got = type(optimizers).__name__
+            raise UsageError(f"optimizers: expected a list of optimizers, got {got}; pass [optimizer]")
         self._model = model
         self._optimizers = optimizers
         self._names = tuple(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_modules(parameters: Collection[Parameter]) -> None:
+def check_modules(parameters: Iterable[Parameter]) -> None:
     """Checks the modules that have these parameters.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from numbers import Integral
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -15,6 +16,7 @@ from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
@@ -55,10 +57,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             step on. :meth:`no_sync` says the same for single passes.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, the optimizer is wrapped already, a parameter has no
-            name, two have the same name, ``sync.sparsifier`` cannot take the optimizer's momentum, the
-            optimizer is LBFGS, an embedding has ``max_norm``, or DistributedDataParallel has the same
-            parameters.
+        UsageError: ``zenps.init()`` was not called, the optimizer is none or is wrapped already, an argument
+            is of another type, a parameter has no name, two have the same name, ``sync.sparsifier`` cannot
+            take the optimizer's momentum, the optimizer is LBFGS, an embedding has ``max_norm``, or
+            DistributedDataParallel has the same parameters.
+        TensorError: a parameter wraps other tensors, as a DTensor does.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -72,12 +75,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
     ) -> None:
         # Not super().__init__: the state is the wrapped optimizer's, reached by __getattr__.
-        if backward_passes_per_step < 1:
-            raise UsageError(f"backward_passes_per_step = {backward_passes_per_step}: expected at least 1")
+        _check_passes(backward_passes_per_step)
+        check_average(average, "DistributedOptimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError(
                 "DistributedOptimizer: expected an optimizer that is not wrapped yet, got a "
                 "DistributedOptimizer, which averages gradients already; use that one"
+            )
+        if getattr(optimizer, "param_groups", None) is None:
+            raise UsageError(
+                "DistributedOptimizer: expected an optimizer, such as torch.optim.SGD(model.parameters(), "
+                f"lr=0.1), got {type(optimizer).__name__}"
             )
         self._inner = optimizer
         self._skip = False
@@ -86,6 +94,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if PROCESS.world.is_distributed:
             check_optimizer(optimizer)
             check_modules(own.values())
+            for parameter in own.values():
+                check_plain(parameter)
         self._correction = take_momentum(optimizer)
         self._consistency: Consistency
         if PROCESS.world.averages_models:
@@ -292,7 +302,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         were unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it.
+            UsageError: a gradient was changed since backward computed it, or an embedding that was unfrozen
+                or added has ``max_norm``.
         """
         self._consistency.synchronize()
 
@@ -370,6 +381,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
         self._consistency.adopt_agreement(root_rank)
+
+
+def _check_passes(per_step: object) -> None:
+    if not isinstance(per_step, Integral) or int(per_step) < 1:
+        got = f"backward_passes_per_step = {per_step!r:.60}"
+        raise UsageError(f"{got}: expected an integer, at least 1")
 
 
 def _warn_of_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -176,7 +176,11 @@ class Channel(Waiter):
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
-        options = structs.replace(pending.options, average=False) if encoded.is_summed else pending.options
+        options = pending.options
+        if encoded.is_summed or options.residuals is not None:
+            # A round is kept for longer than the optimizer, perhaps, whose residuals these are.
+            average = options.average and not encoded.is_summed
+            options = structs.replace(options, average=average, residuals=None)
         encoded = self._share(encoded, options)
         outgoing = self._writer.write(name, step, encoded, options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())

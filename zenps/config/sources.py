@@ -268,6 +268,8 @@ def _from_environment(environ: Mapping[str, str]) -> _Layer:
 
 def _from_sets(sets: Sequence[str]) -> _Layer:
     layer: _Layer = {}
+    if isinstance(sets, str):
+        raise ConfigError("sets", sets, 'a list of strings, such as ["sync.density=0.1"]')
     for item in sets:
         name, equals, value = item.partition("=")
         if not equals:

@@ -38,9 +38,18 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
     return _DTYPE_NAMES[dtype]
 
 
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in one dimension, in the same memory where it is contiguous.
+
+    Unlike ``reshape(-1)`` it has a stride of 1 also where a view of one element has another, as the first
+    column of a batch of one, whose bytes torch would refuse to view.
+    """
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+
+
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, uncopied; it keeps the tensor alive."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    return flat(tensor).view(torch.uint8).numpy().data
 
 
 def copied_bytes(tensor: Tensor) -> bytes:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ import zenps as zps
 import zenps.byteps as bps
 import zenps.horovod as hvd
 from zenps.config.settings import Config
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError
 from zenps.worker.process import PROCESS
 
 
@@ -37,6 +38,29 @@ def test_two_tensors_of_one_name_are_refused(broadcast: Callable[..., Any]) -> N
     with pytest.raises(UsageError, match="two tensors have the name 'weight'; give each its own"):
         broadcast(both, root_rank=0)
     broadcast(itertools.chain(encoder.named_parameters(), encoder.named_parameters()), root_rank=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantized tensor creation|nested tensors)")
+def test_what_has_no_plain_memory_is_refused() -> None:
+    """Views of the bytes of a tensor that torch has quantized ended the process by SIGSEGV."""
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    with pytest.raises(TensorError, match=r"broadcast/x: .* got torch.quint8; use \.int_repr\(\)"):
+        zps.broadcast_parameters({"x": quantized})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(TensorError, match=r"broadcast/x: .* got a nested one; use \.unbind\(\)"):
+        zps.broadcast_parameters({"x": nested})
+
+
+@pytest.mark.parametrize("root", [numpy.int64(0), numpy.uint8(0), 0.0, False])
+def test_any_number_is_a_root(root: Any) -> None:
+    assert zps.broadcast_object([1, 2], root) == [1, 2]
+    zps.broadcast_parameters({"weight": torch.ones(2)}, root)
+
+
+@pytest.mark.parametrize("parameters", [nn.Linear(2, 2), nn.Linear(2, 2).parameters(), [torch.ones(2)]])
+def test_tensors_without_names_are_refused(parameters: Any) -> None:
+    with pytest.raises(UsageError, match=r"expected pairs of a name and a tensor, such as model\.state_"):
+        zps.broadcast_parameters(parameters)
 
 
 def test_a_position_that_is_the_name_of_another_is_refused() -> None:

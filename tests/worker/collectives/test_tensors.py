@@ -56,5 +56,10 @@ def test_refused() -> None:
         zps.broadcast(torch.ones(2), 1)
     with pytest.raises(UsageError, match="op 'mean': expected average, sum, min, max or product"):
         zps.allreduce(torch.ones(2), "x", "mean")  # type: ignore[arg-type]
+    for no_handle in (torch.ones(2), None):
+        with pytest.raises(UsageError, match=r"expected the handle that push_pull_async returned, got (T|N)"):
+            zps.synchronize(no_handle)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="expected the handle"):
+            zps.poll(no_handle)  # type: ignore[arg-type]
     with pytest.raises(TensorError, match=r"dtype torch.float8_e5m2: expected one of bool, uint8"):
         zps.allgather(torch.ones(2).to(torch.float8_e5m2), "x")

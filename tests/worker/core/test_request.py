@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
 from zenps.wire.fields import MAX_COLUMNS
+from zenps.worker.collectives.raw_bytes import check_strided
 from zenps.worker.core.request import (
     Options,
     Purpose,
@@ -46,7 +48,7 @@ def test_a_push_while_a_cuda_graph_is_captured_is_refused(monkeypatch: pytest.Mo
     [
         ([1.0], True, "expected a torch.Tensor, got list"),
         (None, True, "got NoneType"),
-        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; move it with \.cpu\(\)"),
+        (torch.ones(3, device="meta"), True, r"device meta: expected cpu or cuda; .* with \.to_empty\(\)"),
         (
             torch.ones(3, dtype=torch.bool),
             False,
@@ -109,6 +111,35 @@ def test_names_are_strings_that_can_be_sent(name: Any, purpose: Purpose) -> None
 @pytest.mark.parametrize("name", ["x", "x" * 1024, "Gewicht für Ä/𝄞"])
 def test_names_that_can_be_sent(name: str) -> None:
     check_request(Request(torch.ones(3), name))
+
+
+class Wrapping(Tensor):
+    """Has no elements of its own, as a DTensor."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        made: Wrapping = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_that_wraps_others_is_refused() -> None:
+    """What was pushed was read from no memory of the tensor."""
+    with pytest.raises(TensorError, match=r"a Wrapping: expected .* \.to_local\(\) of a DTensor"):
+        check_tensor(Wrapping(torch.ones(3)), average=True)
+    with pytest.raises(TensorError, match=r"broadcast/x: a Wrapping: expected"):
+        check_strided(Wrapping(torch.ones(3)), "broadcast/x")
+    check_tensor(torch.nn.Parameter(torch.ones(3)), average=True)
+
+
+@pytest.mark.parametrize("average", [1, 0, None, "no", numpy.True_])
+def test_average_is_a_bool(average: Any) -> None:
+    """Servers drop a push that says 1, and ranks would wait for ever; NumPy's bool ended the job."""
+    with pytest.raises(UsageError, match=r"tensor 'weight': average = .*: expected a bool, True or False"):
+        check_tensor(torch.ones(3), average)
 
 
 @pytest.mark.parametrize("priority", [0.5, "1", None])

@@ -146,6 +146,12 @@ def test_sums_are_those_of_whole_tensors_bit_for_bit(
         assert_same_bits(result, expected)
 
 
+def test_a_lone_element_is_contiguous_with_any_stride() -> None:
+    tensors = [(torch.arange(5.0) + rank).view(1, 5)[:, 1] for rank in range(2)]
+    for result in reduce_in_streams(tensors, plan_streams(1, 4, 1, 8, 1 << 20), True, random.Random(0)):
+        assert_same_bits(result, torch.tensor([1.5]))
+
+
 def test_minus_zero_needs_a_block_that_travels_from_all_ranks() -> None:
     plan = plan_streams(6, 4, 2, 8, 1 << 20)
     first, second = torch.tensor([-0.0, 1.0, -0.0, 1.0, -0.0, -0.0]), torch.tensor([-0.0, 1.0, *[-0.0] * 4])

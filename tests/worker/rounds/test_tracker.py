@@ -182,7 +182,8 @@ def test_a_deadline_names_the_silent_servers() -> None:
     assert fail.round is round_
     assert isinstance(fail.error, DeadlineError)
     silent = "server 0 (host box, pid 50), server 2 (host box, pid 52)"
-    assert str(fail.error) == f"tensor 't', step 0: no answer within 30 s from {silent}"
+    advice = "servers name the rank that is late if cluster.deadline_seconds is theirs, too"
+    assert str(fail.error) == f"tensor 't', step 0: no answer within 30 s from {silent}; {advice}"
     assert rounds.in_flight == 1
 
 

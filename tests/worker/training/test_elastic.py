@@ -198,5 +198,12 @@ def test_values_do_not_hide_what_a_state_can_do(name: str) -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_optimizers_are_a_list() -> None:
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(UsageError, match=r"expected a list of optimizers, got SGD; pass \[optimizer\]"):
+        zps.TrainingState(optimizers=optimizer)
+
+
+@pytest.mark.usefixtures("alone")
 def test_answers_of_0_are_left_out() -> None:
     assert (allgather_int(0, "x"), allgather_int(7, "x")) == ({}, {0: 7})

@@ -10,8 +10,9 @@ import signal
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import numpy
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -141,6 +142,23 @@ def test_wrapping_twice_is_refused(model: Model) -> None:
         with pytest.raises(UsageError, match=r"not wrapped.*use that one"):
             wrap_again(optimizer, model.named_parameters())
     train_one_step(model, optimizer)
+
+
+def test_what_cannot_be_wrapped_is_refused(model: Model) -> None:
+    sgd, named = torch.optim.SGD(model.parameters(), lr=0.1), list(model.named_parameters())
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (model, named, {}, "expected an optimizer, such as .*, got Model"),
+        (sgd, model.parameters(), {}, "expected pairs of a name and a tensor, .* got Parameter instead"),
+        (sgd, model, {}, r"such as model.named_parameters\(\), got Model instead"),
+        (sgd, dict(named), {}, "got str instead"),
+        (sgd, named, {"average": 1}, "average = 1: expected a bool"),
+        (sgd, named, {"backward_passes_per_step": 1.5}, "= 1.5: expected an integer, at least 1"),
+        (sgd, named, {"backward_passes_per_step": "2"}, "= '2': expected an integer, at least 1"),
+    ]
+    for optimizer, names, options, message in cases:
+        with pytest.raises(UsageError, match=message):
+            zps.DistributedOptimizer(optimizer, names, **options)
+    zps.DistributedOptimizer(sgd, named, backward_passes_per_step=cast(int, numpy.int64(2)))
 
 
 @pytest.fixture
@@ -862,6 +880,24 @@ def test_max_norm_is_refused(make: Callable[[], nn.Module], world: FakeWorld) ->
     with pytest.raises(UsageError, match=r"Embedding.*max_norm.*diverge"):
         zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
     assert not world.pushed
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+def test_max_norm_of_a_table_that_joins_later_is_refused(is_added: bool, model: Model) -> None:
+    """Ranks would apply it to the rows that each looks up, as in the first step."""
+    table = nn.Embedding(10, 2, max_norm=1.0).requires_grad_(is_added)
+    parameters = [*model.parameters()] if is_added else [*model.parameters(), *table.parameters()]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+    train_one_step(model, optimizer)
+    if is_added:
+        optimizer.add_param_group({"params": table.parameters()})
+    table.requires_grad_(True)
+    (model.loss() + table(torch.tensor([1, 3])).sum()).backward()
+    with pytest.raises(UsageError, match=r"Embedding.*max_norm.*diverge.*; zero_grad\(\) ends this step"):
+        optimizer.step()
+    optimizer.zero_grad()
+    table.requires_grad_(False)
+    train_one_step(model, optimizer)
 
 
 def test_lbfgs_is_refused(world: FakeWorld, model: Model) -> None:

@@ -231,6 +231,9 @@ def test_refused_value_names_the_variable_that_set_it() -> None:
 
 def test_set_needs_an_equals_sign() -> None:
     assert refusal(sets=["sync.granule"]) == "--set = 'sync.granule': expected section.field=value"
+    assert refusal(sets="sync.granule=8") == (
+        """sets = 'sync.granule=8': expected a list of strings, such as ["sync.density=0.1"]"""
+    )
 
 
 def test_chunk_must_fit_a_message() -> None:

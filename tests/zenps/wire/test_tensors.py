@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,13 @@ def test_round_trip(name: Dtype, shape: tuple[int, ...]) -> None:
         got = tensor_from_bytes(received, tensor.dtype, shape)
         assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
         assert same_bits(got, tensor)
+
+
+@every_dtype
+@pytest.mark.parametrize("index", [(slice(None), 1), (slice(None), slice(1, 2)), (0, 1), (slice(3, 3), 1)])
+def test_a_lone_element_is_contiguous_with_any_stride(name: Dtype, index: tuple[Any, ...]) -> None:
+    view = filled((1, 5), name)[index]
+    assert tensor_bytes(view).tobytes() == copied_bytes(view) == tensor_bytes(view.clone()).tobytes()
 
 
 @every_dtype

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from zenps.errors import MismatchError, UsageError, listing
 
 from ...collectives.allgather import allgather_int
-from ...collectives.broadcast import broadcast_object
+from ...collectives.broadcast import broadcast_object, named_pairs
 from ...core.request import Request
 from ...process import PROCESS, Prefix
 from .buckets import Bucket, fuse
@@ -169,15 +169,17 @@ class ParameterNames:
         named: the names. Without them, names are those that torch's optimizer was given, or positions.
 
     Raises:
-        UsageError: a parameter has no name, or two have the same name.
+        UsageError: ``named`` has no pairs, a parameter has no name, or two have the same name.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None
     ) -> None:
         self._optimizer = optimizer
-        self._named = {} if named is None else {parameter: name for name, parameter in named}
+        self._named: dict[Parameter, str] = {}
         if named is not None:
+            listed = named_pairs(named, "named_parameters", "model.named_parameters()")
+            self._named = {parameter: name for name, parameter in listed}
             missing = sum(parameter not in self._named for parameter in self._trained())
             if missing:
                 raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from xxhash import xxh3_64_intdigest
 
-from zenps.wire.tensors import tensor_bytes
+from zenps.wire.tensors import flat, tensor_bytes
 
 _Hash = int | Tensor
 """On a device the hash stays there, as a tensor, so that the host need not wait for it."""
@@ -30,7 +30,8 @@ class Snapshot:
     """A gradient as backward has computed it. The host does not wait for a device here.
 
     Args:
-        gradient: of any layout; only strided and COO ones are hashed, because others are refused anyway.
+        gradient: of any layout; only strided and COO ones in memory are hashed, because others are refused
+            anyway.
     """
 
     def __init__(self, gradient: Tensor) -> None:
@@ -72,10 +73,12 @@ def _are_unchanged(snapshots: Iterable[Snapshot]) -> bool:
 
 def _hashes(gradient: Tensor) -> Sequence[_Hash]:
     """Returns the hash of each tensor that ``gradient`` consists of."""
+    if type(gradient).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return ()
     gradient = gradient.detach()
     if gradient.is_sparse:
         return _hash(gradient._indices()), _hash(gradient._values())
-    return (_hash(gradient),) if gradient.layout == torch.strided else ()
+    return (_hash(gradient),) if gradient.layout == torch.strided and not gradient.is_meta else ()
 
 
 def _hash(tensor: Tensor) -> _Hash:
@@ -85,7 +88,7 @@ def _hash(tensor: Tensor) -> _Hash:
 
 def _device_hash(tensor: Tensor) -> Tensor:
     """Returns the sums of the columns of a table of all words, and the words of its incomplete last row."""
-    words = tensor.reshape(-1).view(_WORDS.get(tensor.element_size(), torch.int32))
+    words = flat(tensor).view(_WORDS.get(tensor.element_size(), torch.int32))
     whole = words.numel() // _COLUMNS * _COLUMNS
     sums = words[:whole].view(-1, _COLUMNS).sum(0)
     return torch.cat([sums, words[whole:].long()])

@@ -23,6 +23,7 @@ from zenps.sparsifiers.base import Momentum
 
 from ...core.request import device_error
 from ...process import PROCESS
+from ..hazards import check_modules
 from .agreement import ParameterAgreement, ParameterNames
 from .averages import Averages
 from .consistency import Consistency
@@ -146,7 +147,8 @@ class GradientSynchronizer(Consistency):
         on.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it.
+            UsageError: a gradient was changed since backward computed it, or the module of a new parameter
+                would train wrongly: :func:`check_modules`.
             MismatchError: ranks have different new parameters.
         """
         if not PROCESS.world.is_distributed:
@@ -164,6 +166,10 @@ class GradientSynchronizer(Consistency):
         new = {name: each for name, each in self._names.trained().items() if each not in known}
         if taken := new.keys() & set(known.values()):
             raise self._refuse(f"a new parameter has the name {min(taken)!r} of another; give it its own")
+        try:
+            check_modules(new.values())
+        except UsageError as error:
+            raise self._refuse(str(error)) from None
         self._agreement.add(new)
         self._watch(new.values())
         self._passes.await_count(new.values())

@@ -60,11 +60,16 @@ def test_edit_is_noticed(edit: Callable[[Tensor], None], dtype: torch.dtype, cou
         torch.rand(4, 6).t(),
         torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.rand(1).expand(8),
+        torch.rand(1, 5)[:, 1],
+        torch.rand(2, 3, device="meta"),
         torch._neg_view(torch.rand(4)),
         torch.eye(3).to_sparse(),
         torch.eye(3).to_sparse_csr(),
     ],
-    ids=["scalar", "empty", "transposed", "channels last", "expanded", "negated", "sparse", "CSR"],
+    ids=[
+        *("scalar", "empty", "transposed", "channels last", "expanded", "lone", "meta"),
+        *("negated", "sparse", "CSR"),
+    ],
 )
 def test_gradient_of_any_form_is_unchanged(gradient: Tensor) -> None:
     parameter = nn.Parameter(torch.zeros(gradient.shape))
