@@ -214,6 +214,21 @@ def test_a_device_without_memory_leaves_no_round_in_flight(
     assert world.waited == world.pushed
 
 
+def test_after_a_step_that_failed_a_bucket_waits_for_all_its_gradients_again(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full(monkeypatch, "fused")
+    model.first(torch.ones(1, 2)).sum().backward()  # the bucket still waits for those of the last layer
+    full.is_full = True
+    with pytest.raises(TensorError, match="CUDA out of memory"):
+        optimizer.step()
+    optimizer.zero_grad()
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert set(names_pushed(world, before).values()) == {1}, "others push each once, and wait for one push"
+    assert world.waited == world.pushed
+
+
 def test_on_a_gpu_the_stream_of_each_gradient_of_a_bucket_is_known_before_its_push(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

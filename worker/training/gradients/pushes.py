@@ -64,8 +64,14 @@ class GradientPushes:
         """Returns the averages of this step, to come, and begins the next."""
         ended, self.averages = self.averages, Averages()
         self._residuals.end_step()
+        self.await_gradients()
         self.step += 1
         return ended
+
+    def await_gradients(self) -> None:
+        """Has each bucket wait for all its gradients, whether the last step has pushed it or not."""
+        for bucket in self._agreement.buckets:
+            bucket.waiting_for = set(bucket.parameters)
 
     def push_rest(self) -> None:
         """Pushes what backward has not pushed."""
@@ -145,7 +151,6 @@ class GradientPushes:
             if name is not None and (residual := self._residuals.peek(name)) is not None:
                 bucket.add_presence(fused, residual.view(-1))
         self._begin(bucket, request)
-        bucket.waiting_for = set(bucket.parameters)
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
         world = PROCESS.world

@@ -225,8 +225,7 @@ class GradientSynchronizer(Consistency):
             return self.drop_together()
         self._close_step()
         self._passes.end_step()
-        for bucket in self._agreement.buckets:
-            bucket.waiting_for = set(bucket.parameters)
+        self._pushes.await_gradients()
         return False
 
     @property
