@@ -271,6 +271,99 @@ def test_synchronize_that_ctrl_c_ends_pushes_nothing_again_when_it_is_repeated(
     assert any(interrupted in name for name in world.pushed)
 
 
+@pytest.fixture
+def interrupt_wait(
+    interruptible: None, world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Has Ctrl-C end the next wait for the gradient whose name contains the given one."""
+    names, finish = set[str](), Answered.finish
+
+    def finish_then_interrupt(answered: Answered) -> Tensor:
+        result = finish(answered)
+        if interrupted := {name for name in names if name in answered._name}:
+            names.difference_update(interrupted)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Answered, "finish", finish_then_interrupt)
+    return names.add
+
+
+@pytest.mark.parametrize("interrupted", ["words", "bucket"])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("repeated", ["synchronize", "step"])
+def test_a_step_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
+    world: FakeWorld,
+    model: Model,
+    interrupt_wait: Callable[[str], None],
+    interrupted: str,
+    staleness: int,
+    repeated: str,
+) -> None:
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    before, bias = world.pushed.copy(), model.last.bias.detach().clone()
+    model.loss().backward()
+    interrupt_wait(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(optimizer, repeated)()
+    getattr(optimizer, repeated)()
+    if repeated == "synchronize":
+        optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.2))
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_zero_grad_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], staleness: int
+) -> None:
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    before = world.pushed.copy()
+    model.loss().backward()
+    interrupt_wait("bucket")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert set(names_pushed(world, before).values()) == {1}
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    assert all(
+        "1 step(s) thrown" in world.requests[name].options.given for name in names_pushed(world, before)
+    )
+    assert world.waited == world.pushed
+
+
+def test_drain_that_ctrl_c_ends_applies_each_step_once_when_it_is_repeated(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None]
+) -> None:
+    world.staleness = 2
+    optimizer, bias = wrap(model), model.last.bias.detach().clone()
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    interrupt_wait("bucket")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.drain()
+    optimizer.drain()
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.4))
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert all(
+        "after 2 drained step(s)" in world.requests[name].options.given
+        for name in names_pushed(world, before)
+    )
+
+
 def test_gradients_of_the_first_layers_have_the_highest_priority(
     world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
