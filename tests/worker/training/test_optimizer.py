@@ -320,6 +320,26 @@ def test_a_step_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
     assert world.waited == world.pushed
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_agreement_whose_wait_ctrl_c_ends_is_made_by_the_next_step(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], is_dropped: bool
+) -> None:
+    """As where a rank is the first to train, and waits for the others."""
+    optimizer = wrap(model)
+    model.loss().backward()
+    interrupt_wait("kinds")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    if is_dropped:
+        optimizer.zero_grad()
+        model.loss().backward()
+    optimizer.step()
+    assert all(count == 1 for count in world.pushed.values())
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_zero_grad_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
     world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], staleness: int
