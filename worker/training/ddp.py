@@ -31,9 +31,9 @@ from .hazards import check_applied_at_once
 
 
 class _Bucket(NamedTuple):
-    """A bucket in flight: its round, what DDP waits for, and this rank's own gradient."""
+    """A bucket in flight: its round, or why that has not begun; what DDP waits for; this rank's gradient."""
 
-    handle: Pending
+    handle: Pending | Exception
     result: Future[Tensor]
     gradient: Tensor
 
@@ -80,6 +80,8 @@ class CommHookState:
             averaged = gradient
             if failure is None or isinstance(failure, Exception):  # after Ctrl-C nothing is waited for
                 try:
+                    if isinstance(handle, Exception):
+                        raise handle
                     averaged = handle.wait()
                 except BaseException as error:  # noqa: BLE001  # raised below
                     failure = error
@@ -147,11 +149,14 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         is_sparsifiable=is_repeated,
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
+    handle: Pending | Exception
     try:
         handle = PROCESS.world.begin(Request(gradient, name, options))
-    except BaseException:  # the next push of this name is that of another gradient
-        state._residuals.end_step()
-        raise
+    except BaseException as error:
+        state._residuals.end_step()  # the next push of this name is that of another gradient
+        if not isinstance(error, Exception):
+            raise
+        handle = error  # raised from here, it would leave DDP in a step without an end
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
     state._in_flight.append(_Bucket(handle, result, gradient))
