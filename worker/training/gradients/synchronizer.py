@@ -272,8 +272,8 @@ class GradientSynchronizer(Consistency):
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
-            self._pushes.averages.is_dropped = True
             error = device_error("gradients of this step", raised)
+            self._pushes.drop_rest()
         self._pushes.outdated.clear()
         self._passes.end_step()
         if all_drop and disagreement is None:
