@@ -84,7 +84,7 @@ class StepsInFlight:
 
     @property
     def later(self) -> int:
-        """For how many steps nothing is due yet."""
+        """How many of these steps have averages that are not due yet."""
         return min(len(self._steps), self._staleness)
 
     def add(self, averages: Averages) -> None:
