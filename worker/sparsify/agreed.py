@@ -201,7 +201,8 @@ class AgreedTransfer(Transfer):
 
     def _add(self, suffix: str, tensor: Tensor) -> EncodedTensor:
         rounding, name = Residuals(), self._name + suffix
-        options = structs.replace(self._options, residuals=rounding)
+        # The parts are those of the whole gradient.
+        options = structs.replace(self._options, residuals=rounding, parts=None)
         part = self._parts[suffix] = self._begin(Request(tensor, name, options))
         if (errors := rounding.taken(name)) is not None:
             self._agreed.keep_rounding(errors.view(-1))

@@ -6,6 +6,7 @@ and fused buckets of the dense ones. The hook returns a future of the averaged g
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from copy import copy
@@ -16,6 +17,7 @@ from typing import NamedTuple, NoReturn, get_type_hints
 import torch
 import torch.distributed as dist
 import xxhash
+from msgspec import structs
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.autograd import Variable
@@ -31,11 +33,19 @@ from .hazards import check_applied_at_once
 
 
 class _Bucket(NamedTuple):
-    """A bucket in flight: its round, what DDP waits for, and this rank's own gradient."""
+    """A bucket in flight.
 
-    handle: Pending
+    Attributes:
+        handle: of its round; None if that could not begin.
+        result: what DDP waits for.
+        gradient: this rank's own.
+        refused: why the gradient could not be pushed, but to be thrown away here; None if it was.
+    """
+
+    handle: Pending | None
     result: Future[Tensor]
     gradient: Tensor
+    refused: Exception | None
 
 
 @dataclass(slots=True)
@@ -76,11 +86,14 @@ class CommHookState:
         """
         buckets, self._in_flight = self._in_flight, []
         failure: BaseException | None = None
-        for handle, result, gradient in buckets:
+        for handle, result, gradient, refused in buckets:
             averaged = gradient
             if failure is None or isinstance(failure, Exception):  # after Ctrl-C nothing is waited for
                 try:
-                    averaged = handle.wait()
+                    pulled = gradient if handle is None else handle.wait()
+                    if refused is not None:
+                        raise refused
+                    averaged = pulled
                 except BaseException as error:  # noqa: BLE001  # raised below
                     failure = error
             result.set_result(averaged)
@@ -147,19 +160,35 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         is_sparsifiable=is_repeated,
         exact=() if gradient.is_sparse else _vectors(bucket),
     )
-    try:
-        handle = PROCESS.world.begin(Request(gradient, name, options))
-    except BaseException:  # the next push of this name is that of another gradient
-        state._residuals.end_step()
-        raise
+    handle, refused = _begin(Request(gradient, name, options), state._residuals)
     devices: list[int | str | torch.device] | None = [gradient.device] if gradient.is_cuda else None
     result: Future[Tensor] = Future(devices=devices)
-    state._in_flight.append(_Bucket(handle, result, gradient))
+    state._in_flight.append(_Bucket(handle, result, gradient, refused))
     if _is_hook_of_parameter():
         _at_end_of_backward(state._finish)
     else:
         state._finish()
     return result
+
+
+def _begin(request: Request, residuals: Residuals) -> tuple[Pending | None, Exception | None]:
+    """Begins a round. An error raised from here would leave DDP in a step without an end.
+
+    Returns:
+        the round, perhaps of a gradient that is thrown away here, because other ranks wait for it; and why
+        the gradient could not be pushed, or None.
+    """
+    try:
+        return PROCESS.world.begin(request), None
+    except BaseException as error:
+        residuals.end_step()  # the next push of this name is that of another gradient
+        if not isinstance(error, Exception):
+            raise
+        refused = error
+    dropped = structs.replace(request.options, is_dropped=True)
+    with contextlib.suppress(Exception):
+        return PROCESS.world.begin(request._replace(options=dropped)), refused
+    return None, refused
 
 
 # DDP compares a hook's annotations with the classes themselves, so they must not be strings.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 
 import torch
 from torch import nn
@@ -37,19 +37,12 @@ def check_modules(parameters: Iterable[Parameter]) -> None:
         UsageError: an embedding has ``max_norm``, or DistributedDataParallel averages the gradients, too.
     """
     own = set(parameters)
-    for module in _modules():
-        if isinstance(module, _Table):
-            if module.max_norm is not None and module.weight in own:
-                raise UsageError(
-                    f"{module}: max_norm changes the weights in forward, only in the rows that this rank "
-                    "looks up, so ranks would diverge; leave max_norm out, and limit norms after step()"
-                )
-        elif not own.isdisjoint(module.parameters()):
-            raise UsageError(
-                "DistributedDataParallel averages gradients of this DistributedOptimizer, too; use one of "
-                "them: the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
-                "zps.CommHookState(), zps.comm_hook) and the plain optimizer"
-            )
+    if _hazard_to(own) is None:
+        return
+    # Modules that nobody has any more live until then, on one rank longer than on another.
+    gc.collect()
+    if (hazard := _hazard_to(own)) is not None:
+        raise UsageError(hazard)
 
 
 def check_applied_at_once(what: str) -> None:
@@ -73,6 +66,23 @@ def check_applied_at_once(what: str) -> None:
             f"sync.sparsifier = {world.sparsification.name}: expected DistributedOptimizer, whose momentum "
             f"it takes, got {what}; use topk"
         )
+
+
+def _hazard_to(own: Set[Parameter]) -> str | None:
+    for module in _modules():
+        if isinstance(module, _Table):
+            if module.max_norm is not None and module.weight in own:
+                return (
+                    f"{module}: max_norm changes the weights in forward, only in the rows that this rank "
+                    "looks up, so ranks would diverge; leave max_norm out, and limit norms after step()"
+                )
+        elif not own.isdisjoint(module.parameters()):
+            return (
+                "DistributedDataParallel averages gradients of this DistributedOptimizer, too; use one of "
+                "them: the plain model with DistributedOptimizer, or DDP with ddp.register_comm_hook("
+                "zps.CommHookState(), zps.comm_hook) and the plain optimizer"
+            )
+    return None
 
 
 def _modules() -> Iterator[_Table | DistributedDataParallel]:

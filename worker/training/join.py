@@ -36,8 +36,8 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     still divided by the number of all ranks, as by default under torch's ``Join``. Then it gets the
     parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
     ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
-    applied are dropped. Each step costs one small round more. If the block is left by an exception, this
-    returns at once.
+    applied are dropped, but for those that backward has pushed already: they are part of the others' next
+    step. Each step costs one small round more. If the block is left by an exception, this returns at once.
 
     Only steps may be waited for in the block: other calls of ZenPS, such as :func:`zenps.allreduce`, and the
     unfreezing of parameters would wait for ranks that have left it.

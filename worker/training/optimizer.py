@@ -334,7 +334,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Context in which the end of each step is announced; for :func:`zenps.join`.
 
         Raises:
-            UsageError: it is announced already, or the context is left between backward and ``step()``.
+            UsageError: it is announced already.
         """
         if self._consistency.announce is not None:
             raise UsageError("join: expected an optimizer that is in no other join; leave that one before")

@@ -7,6 +7,9 @@ from heapq import heappop, heappush
 
 from ..rounds.states import Outgoing
 
+_Key = tuple[int, str, int, int, int]
+"""What tells a push from all others: its server, tensor, step, chunk and fragment."""
+
 
 class SendQueue:
     """Pushes that wait, by server: the highest priority first, then the oldest."""
@@ -14,7 +17,7 @@ class SendQueue:
     def __init__(self) -> None:
         self._heaps: dict[int, list[tuple[int, int, Outgoing]]] = {}
         """Items are (-priority, age, push)."""
-        self._keys: set[tuple[int, str, int, int]] = set()
+        self._keys: set[_Key] = set()
         self._ages = itertools.count()
 
     def __len__(self) -> int:
@@ -42,5 +45,6 @@ class SendQueue:
         self._keys.clear()
 
 
-def _key(out: Outgoing) -> tuple[int, str, int, int]:
-    return out.server, out.push.tensor, out.push.step, out.push.chunk
+def _key(out: Outgoing) -> _Key:
+    push = out.push
+    return out.server, push.tensor, push.step, push.chunk, push.fragment

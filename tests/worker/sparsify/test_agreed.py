@@ -20,7 +20,7 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.registry import scheme_of
-from zenps.worker.core.request import Request
+from zenps.worker.core.request import Parts, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import Answer, EncodedTensor, OneRound, Transfer
@@ -178,6 +178,17 @@ def test_an_exact_element_is_not_rounded_away_by_a_great_one_beside_it() -> None
         tensor[begin:end] = 1
     result = job.push(tensors, 0, change=False)[0]
     torch.testing.assert_close(result[begin:end], torch.full((end - begin,), float(RANKS)), rtol=0.05, atol=0)
+
+
+def test_parts_of_a_gradient_are_none_of_what_is_pushed_of_it() -> None:
+    """At their places, the values at the union are those of other elements."""
+    whole, parted = Job(0, "sync.values=int8"), Job(0, "sync.values=int8")
+    tensors = [gradient(rank, SIZE) for rank in range(RANKS)]
+    for tensor, rank in zip(tensors, parted.ranks, strict=True):
+        tensor[-1] = 0
+        rank.changes["parts"] = Parts([(0, 10), (10, 20)], slice(299, 301))
+    results = [*whole.push(tensors, 0, change=False), *parted.push(tensors, 0, change=False)]
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize(("values", "leaves"), [("same", False), ("bfloat16", True), ("int8", True)])

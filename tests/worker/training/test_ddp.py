@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -115,18 +116,34 @@ def test_a_model_with_the_hook_can_be_saved_whole(tmp_path: Path, monkeypatch: p
     assert world.pushed.total() == 1
 
 
-def test_after_a_failed_push_the_next_gradient_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DDP pushes no gradient twice: the residual must not be taken to have the next one already."""
-    world, state = FakeWorld(), CommHookState()
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_after_a_push_that_cannot_begin_ddp_goes_on(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others push all buckets, too, and wait for each."""
+    world = FakeWorld()
     monkeypatch.setattr(PROCESS, "_world", world)
-    bucket: Any = FakeBucket(nn.Parameter(torch.zeros(3)))
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    state, begin, calls = CommHookState(), world.begin, list[str]()
+    model.register_comm_hook(state, comm_hook)
     feedback = state._residuals.feedback("any", 3, torch.float32)
 
-    def begin(_: Request) -> Pending:
-        feedback.added_step = 0
-        raise UsageError("planted")
+    def begin_or_fail(request: Request) -> Pending:
+        calls.append(request.name)
+        if len(calls) == failing:
+            feedback.added_step = 0
+            raise UsageError("planted")
+        pending = begin(request)
+        pending.convert_result(lambda result: result * 2)
+        return pending
 
-    monkeypatch.setattr(world, "begin", begin)
-    with pytest.raises(UsageError, match="planted"):
-        comm_hook(state, bucket)
-    assert feedback.added_step is None
+    monkeypatch.setattr(world, "begin", begin_or_fail)
+    for step in range(1, 4):
+        model.zero_grad()
+        with pytest.raises(UsageError, match="planted") if step == failing else contextlib.nullcontext():
+            model(torch.ones(1, 2)).sum().backward()
+        bias = next(reversed(list(model.parameters())))
+        assert bias.grad is not None
+        assert bias.grad.item() == (1 if step == failing else 2), "else it is its own"
+    assert (len(calls), world.pushed.total()) == (4, 3)
+    assert feedback.added_step is None, "the residual must not be taken to have the next gradient already"
+    assert world.waited == world.pushed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,20 @@ def test_gradients_that_ddp_averages_are_refused() -> None:
         check_modules(list(model.parameters()))
     check_modules(list(other.parameters()))
     del ddp
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_that_nobody_has_any_more_is_no_hazard() -> None:
+    """One that is part of a circle of references, as a trainer's, lives until it is collected."""
+    model = nn.Linear(3, 2)
+    gc.disable()
+    try:
+        ddp = DistributedDataParallel(model)
+        ddp.__dict__["itself"] = ddp
+        del ddp
+        check_modules(list(model.parameters()))
+    finally:
+        gc.enable()
 
 
 def test_tables_with_max_norm_are_refused() -> None:

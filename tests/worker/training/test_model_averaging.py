@@ -74,6 +74,20 @@ def test_buffers_are_those_that_the_module_has_now() -> None:
     assert variance.tolist() == [0.125] * 3
 
 
+def test_a_model_that_nobody_has_any_more_is_not_averaged(world: FakeWorld) -> None:
+    """Even if it is part of a circle of references: ranks may collect that at different times."""
+    optimizers = [wrap(Model()) for _ in range(2)]
+    gc.disable()
+    try:
+        dropped = optimizers.pop()
+        dropped.itself = dropped
+        del dropped
+        zps.average_parameters()
+    finally:
+        gc.enable()
+    assert len({name.split("/")[0] for name in world.pushed if "/all/" in name}) == 1
+
+
 def test_two_buffers_of_one_name_are_refused() -> None:
     """One of them would not be averaged."""
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)

@@ -224,11 +224,26 @@ def test_a_device_without_memory_leaves_no_round_in_flight(
     optimizer.zero_grad()
     assert world.waited == world.pushed
     assert all(map(torch.equal, before, model.parameters()))
-    if method == "spread" or during == "backward":  # every rank pushes each tensor once in a step
-        assert set((world.pushed - pushed).values()) == {1}
+    gradients = {name for name in pushed if world.requests[name].options.purpose == "gradient"}
+    assert names_pushed(world, pushed) == Counter(gradients), "every rank pushes each once in a step"
 
     train_one_step(model, optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
+    assert world.waited == world.pushed
+
+
+def test_after_a_step_that_failed_a_bucket_waits_for_all_its_gradients_again(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Full(monkeypatch, "fused")
+    model.first(torch.ones(1, 2)).sum().backward()  # the bucket still waits for those of the last layer
+    full.is_full = True
+    with pytest.raises(TensorError, match="CUDA out of memory"):
+        optimizer.step()
+    optimizer.zero_grad()
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert set(names_pushed(world, before).values()) == {1}, "others push each once, and wait for one push"
     assert world.waited == world.pushed
 
 
@@ -272,6 +287,119 @@ def test_synchronize_that_ctrl_c_ends_pushes_nothing_again_when_it_is_repeated(
     optimizer.synchronize()
     assert world.waited == world.pushed
     assert any(interrupted in name for name in world.pushed)
+
+
+@pytest.fixture
+def interrupt_wait(
+    interruptible: None, world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], None]:
+    """Has Ctrl-C end the next wait for the gradient whose name contains the given one."""
+    names, finish = set[str](), Answered.finish
+
+    def finish_then_interrupt(answered: Answered) -> Tensor:
+        result = finish(answered)
+        if interrupted := {name for name in names if name in answered._name}:
+            names.difference_update(interrupted)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(Answered, "finish", finish_then_interrupt)
+    return names.add
+
+
+@pytest.mark.parametrize("interrupted", ["words", "bucket"])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("repeated", ["synchronize", "step"])
+def test_a_step_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
+    world: FakeWorld,
+    model: Model,
+    interrupt_wait: Callable[[str], None],
+    interrupted: str,
+    staleness: int,
+    repeated: str,
+) -> None:
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    before, bias = world.pushed.copy(), model.last.bias.detach().clone()
+    model.loss().backward()
+    interrupt_wait(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(optimizer, repeated)()
+    getattr(optimizer, repeated)()
+    if repeated == "synchronize":
+        optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.2))
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_an_agreement_whose_wait_ctrl_c_ends_is_made_by_the_next_step(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], is_dropped: bool
+) -> None:
+    """As where a rank is the first to train, and waits for the others."""
+    optimizer = wrap(model)
+    model.loss().backward()
+    interrupt_wait("kinds")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    if is_dropped:
+        optimizer.zero_grad()
+        model.loss().backward()
+    optimizer.step()
+    assert all(count == 1 for count in world.pushed.values())
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_zero_grad_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], staleness: int
+) -> None:
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    before = world.pushed.copy()
+    model.loss().backward()
+    interrupt_wait("bucket")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert set(names_pushed(world, before).values()) == {1}
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    assert all(
+        "1 step(s) thrown" in world.requests[name].options.given for name in names_pushed(world, before)
+    )
+    assert world.waited == world.pushed
+
+
+def test_drain_that_ctrl_c_ends_applies_each_step_once_when_it_is_repeated(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None]
+) -> None:
+    world.staleness = 2
+    optimizer, bias = wrap(model), model.last.bias.detach().clone()
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    interrupt_wait("bucket")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.drain()
+    optimizer.drain()
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.4))
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert all(
+        "after 2 drained step(s)" in world.requests[name].options.given
+        for name in names_pushed(world, before)
+    )
 
 
 def test_gradients_of_the_first_layers_have_the_highest_priority(

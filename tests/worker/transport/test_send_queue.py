@@ -2,14 +2,18 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from zenps.wire.messages import Push
 from zenps.worker.rounds.states import Outgoing
 from zenps.worker.transport.send_queue import SendQueue
 
 
-def push(server: int, tensor: str, priority: int, step: int = 0, chunk: int = 0) -> Outgoing:
+def push(
+    server: int, tensor: str, priority: int, step: int = 0, chunk: int = 0, fragment: int = 0
+) -> Outgoing:
     message = Push(1, 0, tensor, step, chunk, 1, "dense", "float32", (4,), 4, 1, 4, "none", False)
+    message = structs.replace(message, fragment=fragment, fragments=2)
     return Outgoing(server, message, (memoryview(bytes(16)),), priority)
 
 
@@ -49,10 +53,11 @@ def test_what_comes_between_goes_before_what_still_waits() -> None:
 def test_a_push_that_waits_is_not_sent_twice_for_being_repeated() -> None:
     send_queue, out = SendQueue(), push(0, "t", 0)
     others = [push(1, "t", 0), push(0, "t", 0, step=1), push(0, "t", 0, chunk=1), push(0, "u", 0)]
+    others.append(push(0, "t", 0, fragment=1))
     for each in (out, *others, out):
         send_queue.add(each)
-    assert len(send_queue) == 5
-    assert len(taken(send_queue, 0)) == 4
+    assert len(send_queue) == 6
+    assert len(taken(send_queue, 0)) == 5
     send_queue.add(out)
     assert taken(send_queue, 0) == [out], "once it was sent it may be repeated"
 

@@ -13,6 +13,8 @@ from zenps.errors import MismatchError, UsageError, listing
 
 from ...collectives.allgather import allgather_int
 from ...collectives.broadcast import broadcast_object, named_pairs
+from ...core.interrupts import MASK
+from ...core.pending import Pending
 from ...core.request import Request
 from ...process import PROCESS, Prefix
 from .buckets import Bucket, fuse
@@ -44,6 +46,8 @@ class ParameterAgreement:
         self.sparse: dict[Parameter, int] = {}
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
+        self._asked: Pending | None = None
+        """A round about kinds whose wait Ctrl-C has interrupted: other ranks have that one, and no other."""
 
     def add(self, parameters: dict[str, Parameter]) -> None:
         """Adds parameters by name, after all others. All ranks add the same at the same point.
@@ -75,13 +79,7 @@ class ParameterAgreement:
         """
         if not self._unknown:
             return
-        # Column 0 counts the ranks where a gradient is dense, column n those where n dimensions are sparse.
-        columns = 1 + max(1, *(parameter.dim() for parameter in self.names))
-        seen = torch.zeros((len(self._unknown), columns), dtype=torch.int64, device="cpu")
-        for index, parameter in enumerate(self._unknown):
-            if (gradient := parameter.grad) is not None:
-                seen[index, gradient.sparse_dim() if gradient.is_sparse else 0] = 1
-        counts = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds")).wait().tolist()
+        counts = self._count_kinds()
         unknown, dense = [], []
         for parameter, ranks_by_kind in zip(self._unknown, counts, strict=True):
             match [kind for kind, ranks in enumerate(ranks_by_kind) if ranks]:
@@ -103,6 +101,25 @@ class ParameterAgreement:
         run, sparsifies = world.quantized_run, world.sparsification is not None
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+
+    def _count_kinds(self) -> list[list[int]]:
+        """Returns on how many ranks each gradient of unknown kind is of each kind."""
+        if self._asked is None:
+            # Column 0 counts ranks where a gradient is dense, column n those where n dimensions are sparse.
+            columns = 1 + max(1, *(parameter.dim() for parameter in self.names))
+            seen = torch.zeros((len(self._unknown), columns), dtype=torch.int64, device="cpu")
+            for index, parameter in enumerate(self._unknown):
+                if (gradient := parameter.grad) is not None:
+                    seen[index, gradient.sparse_dim() if gradient.is_sparse else 0] = 1
+            with MASK:
+                self._asked = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds"))
+        try:
+            counts: list[list[int]] = self._asked.wait().tolist()
+        except Exception:
+            self._asked = None
+            raise
+        self._asked = None
+        return counts
 
     def adopt(self, root_rank: int, passes: Mapping[Parameter, int]) -> dict[Parameter, int]:
         """Replaces this agreement by the root's, between two steps.
@@ -132,6 +149,7 @@ class ParameterAgreement:
         if differing := set(agreed["names"]) ^ own.keys():
             raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
         self._set_order(agreed["names"])
+        self._asked = None
         self._unknown = [own[name] for name in agreed["unknown"]]
         self.sparse = {own[name]: sparse_dim for name, sparse_dim in agreed["sparse"].items()}
         self.bucket_of = {}

@@ -1,6 +1,8 @@
-"""Pending averages: the gradients that one step has pushed, until their averages are there."""
+"""Pending averages: the gradients that steps have pushed, until their averages are there."""
 
 from __future__ import annotations
+
+from collections import deque
 
 from torch.nn import Parameter
 
@@ -20,6 +22,7 @@ class Averages:
         dense: the sparse parameters whose gradient is dense in this step: their average has to be dense, too.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
+        error: why the step was refused once it ended; None if it was not.
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class Averages:
         self.partial: set[Parameter | Bucket] = set()
         self.dense: set[Parameter] = set()
         self.is_dropped = False
+        self.error: ZenPSError | None = None
 
     def take(self) -> None:
         """Waits for all averages, and makes them the gradients of their parameters.
@@ -50,3 +54,57 @@ class Averages:
                 errors.append(device_error(f"tensor {handle.name!r}", error))
         if errors:
             raise errors[0]
+
+
+class StepsInFlight:
+    """The averages of the last steps, oldest first. Those of a step are due ``staleness`` steps later.
+
+    Args:
+        staleness: how many steps later.
+    """
+
+    def __init__(self, staleness: int) -> None:
+        self._staleness = staleness
+        self._steps: deque[Averages] = deque()
+
+    @property
+    def due(self) -> Averages | None:
+        """The averages that the newest step has to take, and has not taken yet."""
+        return self._steps[0] if len(self._steps) > self._staleness else None
+
+    @property
+    def oldest(self) -> Averages | None:
+        """The averages of the oldest step; None if there is none."""
+        return self._steps[0] if self._steps else None
+
+    @property
+    def newest(self) -> Averages:
+        """The averages of the newest step; there has to be one."""
+        return self._steps[-1]
+
+    @property
+    def later(self) -> int:
+        """How many of these steps have averages that are not due yet."""
+        return min(len(self._steps), self._staleness)
+
+    def add(self, averages: Averages) -> None:
+        """Adds those of a step that has pushed all its gradients."""
+        self._steps.append(averages)
+
+    def take_oldest(self) -> None:
+        """As :meth:`Averages.take`. If Ctrl-C interrupts it, they are the oldest ones still."""
+        try:
+            self._steps[0].take()
+        except Exception:
+            self._steps.popleft()
+            raise
+        self._steps.popleft()
+
+    def forget_due(self) -> None:
+        """Forgets what an interrupted step has waited for: the script goes on without it."""
+        if self.due is not None:
+            self._steps.popleft()
+
+    def clear(self) -> None:
+        """Forgets all steps."""
+        self._steps.clear()

@@ -42,7 +42,7 @@ class Bucket:
         flags = slice(self._present_from, self._present_from + len(parameters) * run, run)
         self.parts = Parts(list(pairwise([0, *ends])), flags)
         self.waiting_for = set(parameters)
-        """Parameters whose gradient backward has not computed since the last push."""
+        """Parameters whose gradient backward has not computed in this step."""
         self.is_on_gpu = parameters[0].is_cuda
         self._streams: set[torch.cuda.Stream] = set()
         """Those on which gradients were computed since the last push."""

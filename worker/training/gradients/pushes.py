@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,7 @@ from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError
+from zenps.errors import MismatchError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
 from ...core.interrupts import MASK
@@ -64,8 +65,14 @@ class GradientPushes:
         """Returns the averages of this step, to come, and begins the next."""
         ended, self.averages = self.averages, Averages()
         self._residuals.end_step()
+        self.await_gradients()
         self.step += 1
         return ended
+
+    def await_gradients(self) -> None:
+        """Has each bucket wait for all its gradients, whether the last step has pushed it or not."""
+        for bucket in self._agreement.buckets:
+            bucket.waiting_for = set(bucket.parameters)
 
     def push_rest(self) -> None:
         """Pushes what backward has not pushed."""
@@ -78,13 +85,35 @@ class GradientPushes:
         for bucket in rest:
             self.push_bucket(bucket, scale)
 
+    def drop_rest(self) -> None:
+        """Pushes what an error has left unpushed, since other ranks wait for it, to be thrown away here.
+
+        What cannot be pushed now either is left out: its error was raised before.
+        """
+        self.averages.is_dropped = True
+        for owner in self._owners:
+            if owner not in self.averages.handles:
+                with contextlib.suppress(ZenPSError, RuntimeError, MemoryError):
+                    self._push(owner)
+
+    @property
+    def _owners(self) -> list[Parameter | Bucket]:
+        """All that is pushed in a step, in an order that is the same on all ranks."""
+        return [*self._agreement.sparse, *self._agreement.buckets]
+
+    def _push(self, owner: Parameter | Bucket) -> None:
+        if isinstance(owner, Bucket):
+            self.push_bucket(owner)
+        else:
+            self.push_sparse(owner)
+
     def push_again(self) -> None:
         """Drops each pushed gradient that backward has changed since on any rank, and pushes it again.
 
         Only ranks with an outdated gradient call this. If one rank alone does, it waits for the others until
         the deadline.
         """
-        owners: list[Parameter | Bucket] = [*self._agreement.sparse, *self._agreement.buckets]
+        owners = self._owners
         outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")
         counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/backward ran again")).wait()
         self.outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
@@ -92,10 +121,7 @@ class GradientPushes:
             if owner not in self.outdated:
                 continue
             self.averages.handles.pop(owner).wait()
-            if isinstance(owner, Bucket):
-                self.push_bucket(owner)
-            else:
-                self.push_sparse(owner)
+            self._push(owner)
 
     def check_without_residual(self, owner: Parameter | Bucket, call: str) -> None:
         """Checks that what is in flight may be dropped.
@@ -145,7 +171,6 @@ class GradientPushes:
             if name is not None and (residual := self._residuals.peek(name)) is not None:
                 bucket.add_presence(fused, residual.view(-1))
         self._begin(bucket, request)
-        bucket.waiting_for = set(bucket.parameters)
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
         world = PROCESS.world

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import ParamSpec, TypeVar
@@ -25,7 +24,7 @@ from ...core.request import device_error
 from ...process import PROCESS
 from ..hazards import check_modules
 from .agreement import ParameterAgreement, ParameterNames
-from .averages import Averages
+from .averages import Averages, StepsInFlight
 from .consistency import Consistency
 from .passes import BackwardPasses
 from .pushes import GradientPushes, clip_norm
@@ -86,8 +85,7 @@ class GradientSynchronizer(Consistency):
         self._state: StepState = "open"
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
-        self._earlier: deque[Averages] = deque()
-        """Of the ``staleness`` steps before, oldest first."""
+        self._steps = StepsInFlight(self.staleness)
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
         self._watch(self._agreement.names)
@@ -101,7 +99,7 @@ class GradientSynchronizer(Consistency):
 
     @property
     def is_synchronized(self) -> bool:
-        if self._state not in SYNCHRONIZED:
+        if self._state not in SYNCHRONIZED or self._steps.due is not None:
             return False
         # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
         return not (self._averaged and all(_is_cleared(parameter.grad) for parameter in self._averaged))
@@ -141,7 +139,8 @@ class GradientSynchronizer(Consistency):
     def synchronize(self) -> None:
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
-        With a staleness, these are the averages of an earlier step; in the first steps there are none.
+        With a staleness, these are the averages of an earlier step; in the first steps there are none. After
+        Ctrl-C has interrupted its wait for them, another call goes on with it.
 
         Parameters that need gradients since the last step, because they were unfrozen or added, are agreed
         on.
@@ -153,9 +152,14 @@ class GradientSynchronizer(Consistency):
         """
         if not PROCESS.world.is_distributed:
             return
-        self._check_gradients()
-        self._add_parameters()
-        taken = self._end_step()
+        if self._steps.due is None:
+            self._check_gradients()
+            self._add_parameters()
+            self._push_step()
+        self._synchronize_pushed()
+
+    def _synchronize_pushed(self) -> None:
+        taken = self._take_due()
         self._averaged = [each for each in self._agreement.names if each.grad is not None]
         self._advance("averaged in part" if taken is not None and taken.partial else "averaged")
 
@@ -185,14 +189,17 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: called between backward and the end of its step.
         """
-        if not self._earlier:
+        if not self.staleness or self._steps.oldest is None:
             return False
         if self.has_run_backward or self.is_synchronized:
             raise UsageError(
                 "drain(), which state_dict() calls: expected it after step(), not between backward and step()"
             )
-        self._pushes.drains += 1
-        self._take(self._earlier.popleft())
+        later = self._steps.later
+        try:
+            self._take(self._steps.oldest)
+        finally:  # not if Ctrl-C has interrupted it, or an earlier step()
+            self._pushes.drains += later - self._steps.later
         return True
 
     @untraced
@@ -209,6 +216,10 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
         """
+        if self._steps.due is not None:  # Ctrl-C has interrupted this, or synchronize()
+            if self._steps.newest.is_dropped:
+                return self._take_delayed()
+            self._synchronize_pushed()
         if self._state == "partial":
             self._advance("warned")
             raise UsageError(
@@ -231,8 +242,7 @@ class GradientSynchronizer(Consistency):
             return self.drop_together()
         self._close_step()
         self._passes.end_step()
-        for bucket in self._agreement.buckets:
-            bucket.waiting_for = set(bucket.parameters)
+        self._pushes.await_gradients()
         return False
 
     @property
@@ -245,18 +255,20 @@ class GradientSynchronizer(Consistency):
 
     def _drop_all(self, *, by_all_ranks: bool = False) -> bool:
         self._pushes.averages.is_dropped = True
-        taken = self._end_step(by_all_ranks)
-        return taken is not None and self.staleness > 0
+        self._push_step(by_all_ranks)
+        return self._take_delayed()
 
     def follow(self) -> None:
-        self._end_step()
+        self._push_step()
+        self._take_due()
 
     def _close_step(self) -> None:
         self._advance("ended")
         self._computed.clear()
 
-    def _end_step(self, all_drop: bool = False) -> Averages | None:
-        """Pushes what backward has not pushed; takes and returns the averages that are due, if any."""
+    def _push_step(self, all_drop: bool = False) -> None:
+        """Pushes what backward has not pushed, and ends the step. :meth:`_take_due` has to follow."""
+        self._steps.forget_due()
         self._close_step()
         disagreement: ZenPSError | None = None
         error: ZenPSError | None = None
@@ -266,21 +278,28 @@ class GradientSynchronizer(Consistency):
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
-            self._pushes.averages.is_dropped = True
             error = device_error("gradients of this step", raised)
-        finally:
-            self._pushes.outdated.clear()
-            self._passes.end_step()
-            if all_drop and disagreement is None:
-                self._pushes.drops += 1
-        self._earlier.append(self._pushes.end_step())
-        PROCESS.world.note_staleness(min(len(self._earlier), self.staleness))
-        due = self._earlier.popleft() if len(self._earlier) > self.staleness else None
-        self._take(due or Averages())
-        if (first := disagreement or error) is not None:
+            self._pushes.drop_rest()
+        self._pushes.outdated.clear()
+        self._passes.end_step()
+        if all_drop and disagreement is None:
+            self._pushes.drops += 1
+        self._pushes.averages.error = disagreement or error
+        self._steps.add(self._pushes.end_step())
+        PROCESS.world.note_staleness(self._steps.later)
+
+    def _take_due(self) -> Averages | None:
+        """Takes and returns the averages that are due, if any; then raises the error of the step."""
+        newest, due = self._steps.newest, self._steps.due
+        self._take(due)
+        if newest.error is not None:
             with self._forgetting():
-                raise first
+                raise newest.error
         return due
+
+    def _take_delayed(self) -> bool:
+        """As :meth:`_take_due`; returns whether averages of an earlier step are there."""
+        return self._take_due() is not None and self.staleness > 0
 
     def _announce(self, all_drop: bool) -> ZenPSError | None:
         """Tells the other ranks what this one does; returns why they do not agree. They push all the same."""
@@ -292,13 +311,14 @@ class GradientSynchronizer(Consistency):
                 return error
         return None
 
-    def _take(self, averages: Averages) -> None:
+    def _take(self, oldest: Averages | None) -> None:
         if self.staleness:  # what backward has just computed is not what is applied
             for parameter in self._agreement.names:
                 parameter.grad = None
-        self.applied = self.step - 1 - len(self._earlier)
-        with self._forgetting():
-            averages.take()
+        if oldest is not None:
+            with self._forgetting():
+                self._steps.take_oldest()
+        self.applied = self.step - 1 - self._steps.later
 
     @contextlib.contextmanager
     def _forgetting(self) -> Iterator[None]:
@@ -306,7 +326,7 @@ class GradientSynchronizer(Consistency):
         try:
             yield
         except PeerLostError:
-            self._earlier.clear()
+            self._steps.clear()
             raise
 
     @untraced
@@ -315,6 +335,7 @@ class GradientSynchronizer(Consistency):
         assert isinstance(parameter, Parameter)
         if not (PROCESS.has_world and PROCESS.world.is_distributed):
             return
+        self._steps.forget_due()
         self._advance("gradient")
         try:
             with self._forgetting():
