@@ -250,7 +250,8 @@ class ServerRounds:
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
-        is_whole = push.fragments == 1 or round_.add_fragment(held)
+        is_alone = push.fragments == 1 and push.rank not in round_.fragments
+        is_whole = is_alone or round_.add_fragment(held)
         round_.held.setdefault(push.rank, held)
         self._admission.reserve(round_, held.whole_bytes, size)
         if not is_whole:

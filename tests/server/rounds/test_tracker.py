@@ -1077,6 +1077,16 @@ def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> Non
     assert isinstance(action, Reduce)
 
 
+def test_a_whole_push_among_the_fragments_of_another_is_refused() -> None:
+    rounds = make_rounds(1)
+    push_fragment(rounds, 0, 1)
+    with pytest.raises(ProtocolError, match="payload: 2 rows in one of 1 fragments, expected 2 in one of 3"):
+        push_fragment(rounds, 0, 0, fragments=1)
+    push_fragment(rounds, 0, 0)
+    (action,) = push_fragment(rounds, 0, 2)
+    assert isinstance(action, Reduce)
+
+
 def test_a_push_larger_than_the_budget_fails_its_round() -> None:
     rounds = make_rounds(2, budget_bytes=10_000)
     (reply,) = push_fragment(rounds, 1, 0, fragments=101)
