@@ -258,9 +258,9 @@ class ServerRounds:
             reason = self._admission.why_too_large(held, size)
             failure = self._failure(round_.key, "size", reason)
             return self._fail(round_, "too large", failure, now) if reason else []
-        self.late.wait((push.rank,), round_.arrivals, size, now)
+        self.late.wait(ranks, round_.arrivals, size, now)
         round_.ranks.update(ranks)
-        round_.arrivals.append(now)
+        round_.arrivals += [now] * len(ranks)
         return self._complete(round_, now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:

@@ -985,6 +985,23 @@ def test_a_push_may_stand_for_others() -> None:
     assert finish(rounds, key, FixedOutcome(key)) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
 
 
+def test_a_round_that_is_pushed_for_all_opens_beyond_the_budget_if_every_open_one_waits() -> None:
+    rounds, key = make_rounds(4, budget_bytes=8 * ROUND_BYTES), Key("b", 0, 0)
+    rounds.on_push(make_held(0, KEY, stands_for=(1,)), 0.0)
+    for rank in (0, 2):
+        busy = [Reply([peer_of(rank)], Busy(1, *key))]
+        assert rounds.on_push(make_held(rank, key, 4000, stands_for=(rank + 1,)), 0.0) == busy
+    assert rounds.on_tick(0.5) == [Reply([peer_of(0), peer_of(2)], Resume(1, *key))]
+
+
+def test_ranks_that_one_push_stands_for_are_waited_for_together() -> None:
+    rounds = make_rounds(8)
+    rounds.on_push(make_held(0, KEY, stands_for=(1, 2, 3)), 1.0)
+    rounds.on_tick(3.0)
+    rounds.on_push(make_held(4, KEY, stands_for=(5, 6, 7)), 5.0)
+    assert rounds.late.seconds == dict.fromkeys((4, 5, 6, 7), 4.0)
+
+
 def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     rounds, key = make_rounds(4), Key("t", 0, 0)
     rounds.on_push(make_held(0, key, stands_for=(1,)), 0.0)
