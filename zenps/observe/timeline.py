@@ -60,16 +60,12 @@ def collected(trace: str) -> Iterator[str]:
             "sync.trace", trace, f"a file in a directory that can be written ({reason})"
         ) from error
     yield str(directory / path.name)
-    parts = sorted(directory.iterdir())
-    if not parts:  # no process began to write
-        directory.rmdir()
-        return
     try:
-        merge(parts, path)
-    except ConfigError as error:
-        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
-    else:
+        if parts := sorted(directory.iterdir()):  # else no process began to write
+            merge(parts, path)
         shutil.rmtree(directory)
+    except (ConfigError, OSError) as error:
+        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
 
 
 def merge(parts: Sequence[Path], path: Path) -> int:

@@ -254,3 +254,11 @@ def test_a_job_that_wrote_no_part_leaves_nothing(tmp_path: Path, capsys: pytest.
     with collected(str(tmp_path / "trace.json")):
         pass
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
+
+
+def test_parts_that_somebody_has_removed_do_not_change_how_a_job_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with collected(str(tmp_path / "trace.json")) as trace:
+        Path(trace).parent.rmdir()
+    assert "No such file or directory" in capsys.readouterr().err
