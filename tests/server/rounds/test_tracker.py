@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 
@@ -776,6 +777,36 @@ def test_a_round_that_all_push_opens_beyond_the_budget_if_every_open_one_waits()
     assert resumed == []  # only one rank has pushed the other
 
 
+@pytest.mark.parametrize("tensor", ["a" * 16, "\U000e0001" * 1024], ids=["short", "long"])
+def test_made_up_chunks_that_fail_take_about_what_is_counted(tensor: str) -> None:
+    rounds = make_rounds(2, budget_bytes=1_000_000)
+    tracemalloc.start()
+    try:
+        for chunk in range(2000):
+            key = Key(tensor[:-1] + tensor[-1], 0, chunk)  # as decoded: a string of its own
+            rounds.on_push(make_held(0, key, 0, chunks=1 << 31), 0.0)
+            rounds.on_give_up(0, GiveUp(1, tensor, 0, lacks=chunk), 0.0)
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 2.5 * rounds.used_bytes < 2_500_000
+
+
+def test_what_is_kept_of_a_round_does_not_grow_with_the_ranks() -> None:
+    rounds, ranks, count = make_rounds(256), range(256), 20
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            for rank in ranks:
+                actions = rounds.on_push(make_held(rank, Key("a", 0, number), chunks=count), float(rank))
+            del actions
+            rounds.finish(Key("a", 0, number), FixedOutcome(Key("a", 0, number)), 256.0)
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 4 * count * ROUND_BYTES + 256 * 512
+
+
 def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     rounds = make_rounds(3)
     without, with_it = Key("a", 0, 0), Key("b", 0, 0)
@@ -947,7 +978,7 @@ def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> No
         assert rounds.held_bytes == 0
     else:
         assert rounds.on_push(make_held(0, newer), 60.0) == [Reply([peer_of(0)], failed.message)]
-        assert rounds.held_bytes == ROUND_BYTES
+        assert rounds.held_bytes == ROUND_BYTES + FailedRound(failed.message).size_bytes
 
 
 def test_ranks_are_asked_ever_more_seldom() -> None:
@@ -1070,7 +1101,7 @@ def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None
     push_fragment(rounds, 1, 0)
     (failure,) = rounds.on_tick(DEADLINE_SECONDS + 1)
     assert "rank(s) 1" in failure.message.reason
-    assert rounds.held_bytes == ROUND_BYTES
+    assert rounds.held_bytes == ROUND_BYTES + FailedRound(failure.message).size_bytes
 
 
 def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
