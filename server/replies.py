@@ -41,7 +41,7 @@ class ReplySender:
 
     Attributes:
         dropped: the peers that are not served any more, each with the reason.
-        connection_of: by peer, the descriptor of the connection that it pushes by.
+        heard_on: by the descriptor of a connection, the peer that was last heard on it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ReplySender:
         trace: Trace,
     ) -> None:
         self.dropped: dict[bytes, str] = {}
-        self.connection_of: dict[bytes, int] = {}
+        self.heard_on: dict[int, bytes] = {}
         self._job = job
         self._address = address
         self._send_queue = send_queue
@@ -129,4 +129,7 @@ class ReplySender:
         self._metrics.cut_connections.inc()
         self._send_queue.forget(route)
         self._shared_memory.forget(peer)
-        self._connections.cut(self.connection_of.pop(peer, -1))
+        # Those of others may have the descriptor that an earlier one of this peer had.
+        for descriptor in [each for each, heard in self.heard_on.items() if heard == peer]:
+            del self.heard_on[descriptor]
+            self._connections.cut(descriptor)

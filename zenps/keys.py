@@ -36,6 +36,8 @@ LIST_NAME: Final = "keys.toml"
 Player = Literal["scheduler", "server", "worker", "operator"]
 
 _NODE_NAME: Final = re.compile(r"scheduler|operator|(?:server|worker)-(?:0|[1-9][0-9]{0,4})")
+_MAX_RANK: Final = (1 << 16) - 1
+"""Messages have no greater one."""
 _WRITABLE_BY_OTHERS: Final = stat.S_IWGRP | stat.S_IWOTH
 _OPEN_TO_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
@@ -118,7 +120,7 @@ def read_owners(file: Path) -> dict[bytes, str]:
     """
     owners: dict[bytes, str] = {}
     for name, text in _read_toml(file, "security.keys", _WRITABLE_BY_OTHERS, "chmod go-w").items():
-        if not _NODE_NAME.fullmatch(name):
+        if not _NODE_NAME.fullmatch(name) or int(name.partition("-")[2] or 0) > _MAX_RANK:
             allowed = f"only names such as scheduler, operator, server-0 and worker-0, not {name!r}"
             raise ConfigError("security.keys", str(file), allowed)
         public = _as_key(text)

@@ -176,6 +176,7 @@ class Members:
         ranks = itertools.count()
         for node in self.alive():
             if node.role == role and node.rank < 0:
+                self._holders[role, node.rank].pop(node.peer)
                 node.rank = next(rank for rank in ranks if self.holder(role, rank) is None)
                 self._on_change(role)
                 self._take_rank(node)

@@ -129,12 +129,15 @@ class Recovery:
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
 
-        Only views of servers have the identities of workers. Where there is one, it has to be the same.
+        Only views of servers have the identities of workers. Where there is one, it has to be the same. Keys
+        allow a node no other rank than the one that it registers with.
         """
         alike = [m for m in self._before() if _process(m) == _process(message)]
         ranks = [m.rank for m in alike if m.identity in (b"", public_identity(peer))]
         # Containers on one machine's network have its name, and each has a process 1.
-        return message.rank if message.rank in ranks else next(iter(ranks), None)
+        if message.rank < 0:
+            return next(iter(ranks), None)
+        return message.rank if message.rank in ranks else None
 
     def _learn(self, view: View) -> None:
         """Follows the newest view: nodes that returned with an older one may be members no more."""

@@ -35,8 +35,10 @@ class Stragglers:
     def __init__(self, workers: int) -> None:
         self._workers = workers
         self.barriers = Lateness()
-        self._reports: dict[bytes, tuple[Mapping[int, float], Mapping[int, float]]] = {}
-        """The first and the latest report of each server."""
+        self._baselines: dict[bytes, tuple[Mapping[int, float], Mapping[int, float]]] = {}
+        """The first report of each server, and what servers had waited before it came."""
+        self._waited: dict[int, float] = {}
+        """How long servers have waited, by rank."""
         self._window_began = 0.0
         self._before: Mapping[int, float] | None = None
         self._named = False
@@ -46,8 +48,14 @@ class Stragglers:
 
         The first report is a baseline: it counts waits under an earlier scheduler or generation of workers.
         """
-        first, _ = self._reports.get(server, (late, late))
-        self._reports[server] = first, late
+        if server not in self._baselines:  # it may replace one that has waited for long
+            self._baselines[server] = late, dict(self._waited)
+        first, before = self._baselines[server]
+        # A full first report leaves out ranks that were at most as late as the least in it.
+        unreported = min(first.values()) if len(first) == MAX_RANKS else 0.0
+        for rank, seconds in late.items():
+            waited = before.get(rank, 0.0) + seconds - first.get(rank, unreported)
+            self._waited[rank] = max(self._waited.get(rank, 0.0), waited)
 
     def seconds(self) -> dict[int, float]:
         """Returns how long others have waited, by rank.
@@ -55,12 +63,7 @@ class Stragglers:
         Servers wait for the same push at the same time, so only the longest of their waits counts. Waits at
         barriers are added: no server waits for a push meanwhile.
         """
-        total: dict[int, float] = {}
-        for first, late in self._reports.values():
-            # A full first report leaves out ranks that were at most as late as the least in it.
-            unreported = min(first.values()) if len(first) == MAX_RANKS else 0.0
-            for rank, seconds in late.items():
-                total[rank] = max(total.get(rank, 0.0), seconds - first.get(rank, unreported))
+        total = dict(self._waited)
         for rank, seconds in self.barriers.seconds.items():
             total[rank] = total.get(rank, 0.0) + seconds
         return total

@@ -11,6 +11,7 @@ A new kind of push needs a subclass of :class:`Reducer`, a line in :mod:`zenps.s
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar
@@ -104,14 +105,15 @@ class AllreduceOutcome(Outcome):
 class FailedRound(Outcome):
     """The outcome of a round that could not be reduced: every rank is told why."""
 
-    __slots__ = ("_answer",)
+    __slots__ = ("_answer", "_size_bytes")
 
     def __init__(self, failure: Failure) -> None:
         self._answer = Answer(failure)
+        self._size_bytes = sys.getsizeof(failure.reason)
 
     @property
     def size_bytes(self) -> int:
-        return 0
+        return self._size_bytes
 
     def reply(self, rank: int) -> Answer:
         return self._answer

@@ -162,23 +162,27 @@ class Admission:
         """The round that was refused before all others, of those that a rank still wants to push."""
         while self._refused:
             round_ = next(iter(self._refused.values()))
-            for rank in self._history.passed(round_.key, round_.refused):
+            passed = self._history.passed(round_.key, round_.refused)
+            for rank in passed:
                 del round_.refused[rank]
                 self._refusals[rank] -= 1
+            if passed:
+                left = round_.refused.values()
+                round_.refused_ranks = {rank for push in left for rank in push.ranks}
             if round_.refused:
                 return round_
             self.dismiss(round_, "nobody left")
         return None
 
     def refused_by(self, ranks: Set[int]) -> ServerRound | None:
-        """The first round whose pushes by all ``ranks`` were refused, unless the budget is exceeded already.
+        """The first round whose pushes for all ``ranks`` were refused, unless the budget is exceeded already.
 
         It opens though it does not fit if all that is open waits: ranks that wait in different orders would
         else wait for each other.
         """
         if not self.make_room(0, 0, must=False):
             return None
-        return next((round_ for round_ in self._refused.values() if round_.refused.keys() >= ranks), None)
+        return next((round_ for round_ in self._refused.values() if ranks <= round_.refused_ranks), None)
 
     def first_refused_recovery(self, ranks: int) -> ServerRound | None:
         """A recovery round that may open now: the first of a rank that has room for it."""
@@ -207,7 +211,8 @@ class Admission:
                 raise ProtocolError("unexpected", reason)
             self._refusals[rank] += 1
         round_.advance("push over the budget")
-        round_.refused[rank] = RefusedPush(held.peer, held.whole_bytes)
+        round_.refused[rank] = RefusedPush(held.peer, held.whole_bytes, held.push.ranks)
+        round_.refused_ranks.update(held.push.ranks)
         self._refused[round_.key] = round_
         if round_.is_recovery:
             self._refused_recoveries[rank][round_.key] = round_
@@ -222,7 +227,7 @@ class Admission:
         for rounds in self._refused_recoveries.values():
             rounds.pop(round_.key, None)
         peers = [push.peer for push in round_.refused.values()]
-        round_.refused = {}
+        round_.refused, round_.refused_ranks = {}, set()
         return peers
 
 

@@ -111,6 +111,8 @@ class RefusedPush(NamedTuple):
 
     peer: bytes
     size_bytes: int
+    ranks: tuple[int, ...]
+    """All ranks whose contributions it has."""
 
 
 class Reduce(Struct, frozen=True):
@@ -143,7 +145,9 @@ class ServerRound(Struct, eq=False):
     key: Key
     state: RoundState = "none"
     refused: dict[int, RefusedPush] = {}
-    """By rank."""
+    """By the rank that pushed."""
+    refused_ranks: set[int] = set()
+    """The ranks whose contributions they have; one push may stand for several."""
     opened: float = 0.0
     held: dict[int, HeldPush] = {}
     """By the rank that pushed; of a push in fragments, the one that came first."""
@@ -152,7 +156,7 @@ class ServerRound(Struct, eq=False):
     ranks: set[int] = set()
     """The ranks whose values are in ``held`` completely; one push may stand for several."""
     arrivals: list[float] = []
-    """When each push was complete."""
+    """When the values of each rank were complete."""
     is_recovery: bool = False
     """Whether other ranks may have the result already: from an older ring, or from an outcome that this
     server has forgotten since."""

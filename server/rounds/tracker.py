@@ -8,6 +8,7 @@ the new ring what they still need.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
@@ -119,12 +120,13 @@ class ServerRounds:
             got = f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
-        key = Key(push.tensor, push.step, push.chunk)
+        # Each push brings a string of its own; rounds are kept longer, and share one.
+        key = Key(sys.intern(push.tensor), push.step, push.chunk)
         # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
         last = self._history.last(key)
         if last is not None and push.step == last.key.step:
             return self._repeat(last, held)
-        self._history.note(push.tensor, push.rank, push.step, push.chunks)
+        self._history.note(key.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
             return self._hold(self._open[key], held, now)
         if self._history.has_passed(key, push.rank):
@@ -250,16 +252,17 @@ class ServerRounds:
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
-        is_whole = push.fragments == 1 or round_.add_fragment(held)
+        is_alone = push.fragments == 1 and push.rank not in round_.fragments
+        is_whole = is_alone or round_.add_fragment(held)
         round_.held.setdefault(push.rank, held)
         self._admission.reserve(round_, held.whole_bytes, size)
         if not is_whole:
             reason = self._admission.why_too_large(held, size)
             failure = self._failure(round_.key, "size", reason)
             return self._fail(round_, "too large", failure, now) if reason else []
-        self.late.wait((push.rank,), round_.arrivals, size, now)
+        self.late.wait(ranks, round_.arrivals, size, now)
         round_.ranks.update(ranks)
-        round_.arrivals.append(now)
+        round_.arrivals += [now] * len(ranks)
         return self._complete(round_, now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
@@ -361,7 +364,7 @@ class ServerRounds:
         # once more, it fails once more.
         if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks
-        round_.held, round_.fragments, round_.ranks = {}, {}, set()
+        round_.held, round_.fragments, round_.ranks, round_.arrivals = {}, {}, set(), []
         round_.outcome = outcome
         self._admission.keep(round_)
         return self._readmit(now)

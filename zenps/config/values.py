@@ -98,13 +98,19 @@ def _plain_address(value: str) -> str:
     if not value:
         return value
     host, port = parse_address(value)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return f"[{_host(host)}]:{port}" if ":" in host else f"{_host(host)}:{port}"
+
+
+def _host(value: str) -> str:
+    """Refuses a name that no resolver is asked for, such as one with an empty label: ``node..lan``."""
+    value.encode("idna")  # as getaddrinfo does; its UnicodeError is a ValueError
+    return value
 
 
 def _reachable_host(value: str) -> str:
     if value in ("*", "0.0.0.0", "::"):
         raise ValueError(value)
-    return value
+    return _host(value)
 
 
 def _printable(value: str) -> str:
@@ -153,6 +159,8 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
     "cluster.host": _reachable_host,
     "cluster.job": _printable,
     "cluster.scheduler": _plain_address,
+    "metrics.host": _host,
+    "status.host": _host,
     "sync.block": _power_of_two,
     "sync.granule": _power_of_two,
     "sync.scheme": _scheme_name,
@@ -166,6 +174,8 @@ def _allowed(name: str) -> str:
         return "an address or name by which others reach this machine, or '' to find one"
     if name == "cluster.scheduler":
         return "'host:port' with a port from 1 to 65535, or '' for no cluster"
+    if _RULES.get(name) is _host:
+        return "an address or name of this machine"
     if name in _PLUGINS:
         return _PLUGINS[name].allowed()
     if choices(name):

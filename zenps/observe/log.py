@@ -22,7 +22,9 @@ ONCE_KEYS: Final = 1024
 """How many different keys :func:`once` remembers: without a limit an unknown peer could fill the memory."""
 
 # A message may quote a peer's name or payload; a line break in it must not forge another line of the log.
-_CONTROL_CHARACTERS: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
+_CONTROL_CHARACTERS: Final = {
+    code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)
+}
 
 
 @dataclass(slots=True)

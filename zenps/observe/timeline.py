@@ -60,16 +60,12 @@ def collected(trace: str) -> Iterator[str]:
             "sync.trace", trace, f"a file in a directory that can be written ({reason})"
         ) from error
     yield str(directory / path.name)
-    parts = sorted(directory.iterdir())
-    if not parts:  # no process began to write
-        directory.rmdir()
-        return
     try:
-        merge(parts, path)
-    except ConfigError as error:
-        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
-    else:
+        if parts := sorted(directory.iterdir()):  # else no process began to write
+            merge(parts, path)
         shutil.rmtree(directory)
+    except (ConfigError, OSError) as error:
+        print(f"zenps: {error}; the parts are in {directory}", file=sys.stderr)
 
 
 def merge(parts: Sequence[Path], path: Path) -> int:
@@ -101,9 +97,8 @@ def merge(parts: Sequence[Path], path: Path) -> int:
 
 def _write(file: BinaryIO, parts: Sequence[_Part]) -> None:
     start_us = min(part.began_us for part in parts)  # infinite only if there is no event to subtract it from
-    began = min(part.unix_seconds for part in parts)
     about = {
-        "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="milliseconds"),
+        "began": min(part.began for part in parts).isoformat(timespec="milliseconds"),
         "clock_error_us": {part.path.name: part.error_us for part in parts},
     }
     file.write(b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about))
@@ -162,7 +157,7 @@ def read_events(path: Path) -> Iterator[Event]:
                     )
                 try:
                     event = decoder.decode(text)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     torn = True
                     continue
                 yield event
@@ -179,7 +174,7 @@ class _Part(NamedTuple):
     sort_index: int
     began_us: float
     """The time of its first event by the scheduler's clock; infinity if there is none."""
-    unix_seconds: float
+    began: datetime
     clocks: list[tuple[float, float]]
     """Estimates: when each was made, and by how much the scheduler's clock is ahead; in microseconds."""
     error_us: float
@@ -197,8 +192,24 @@ class _Part(NamedTuple):
         return here_us + before[1] + share * (after[1] - before[1])
 
 
+@contextlib.contextmanager
+def _written_by_role(path: Path) -> Iterator[None]:
+    """Reports events whose arguments are not those that a role writes, as of a file that was damaged."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, OSError) as error:  # the last two are of dates
+        raise ConfigError("PART", str(path), f"events that a role wrote, undamaged ({error!r})") from error
+
+
 def _look(path: Path) -> _Part | None:
     """Reads the facts about a part; None if it is empty: its process was killed before it wrote anything."""
+    with _written_by_role(path):
+        return _facts(path)
+
+
+def _facts(path: Path) -> _Part | None:
     part = None
     first_us = float("inf")
     clocks, errors = [], [0.0]
@@ -207,8 +218,8 @@ def _look(path: Path) -> _Part | None:
             first_us = min(first_us, event.ts)
         args: dict[str, Any] = event.args
         if event.name == NODE:
-            role, rank, unix = str(args["role"]), args["rank"] or 0, args["unix_seconds"]
-            began = part.unix_seconds if part else unix
+            role, rank = str(args["role"]), args["rank"] or 0
+            began = part.began if part else datetime.fromtimestamp(args["unix_seconds"], UTC)
             part = _Part(path, role, rank, 0, 0.0, began, [], 0.0)
         elif event.name == CLOCK:
             clocks.append((event.ts, float(args["offset_us"])))
@@ -225,20 +236,21 @@ def _look(path: Path) -> _Part | None:
 
 def _shown(part: _Part, pid: int, start_us: float) -> Iterator[Event]:
     """The events of a part as they appear in the timeline, in the same order."""
-    for event in read_events(part.path):
-        if event.name in (NODE, CLOCK):
-            continue
-        event.pid = pid
-        end_us = event.ts + (event.dur or 0.0)
-        event.ts = 0.0 if event.ph == "M" else round(part.scheduler_us(event.ts) - start_us, 3)
-        if event.dur is not None:  # the clock may have been corrected meanwhile
-            event.dur = round(part.scheduler_us(end_us) - start_us - event.ts, 3)
-        if event.id:
-            event.id = f"{pid:#x}{int(event.id, 16):010x}"
-        yield event
-        end = _ENDS.get((part.role, event.cat))
-        if end is not None and event.ph == "X" and "chunk" in event.args:
-            yield _arrow(event, part, *end)
+    with _written_by_role(part.path):
+        for event in read_events(part.path):
+            if event.name in (NODE, CLOCK):
+                continue
+            event.pid = pid
+            end_us = event.ts + (event.dur or 0.0)
+            event.ts = 0.0 if event.ph == "M" else round(part.scheduler_us(event.ts) - start_us, 3)
+            if event.dur is not None:  # the clock may have been corrected meanwhile
+                event.dur = round(part.scheduler_us(end_us) - start_us - event.ts, 3)
+            if event.id:
+                event.id = f"{pid:#x}{int(event.id, 16):010x}"
+            yield event
+            end = _ENDS.get((part.role, event.cat))
+            if end is not None and event.ph == "X" and "chunk" in event.args:
+                yield _arrow(event, part, *end)
 
 
 def _arrow(event: Event, part: _Part, name: str, phase: Any) -> Event:

@@ -169,6 +169,17 @@ def test_workers_in_containers_of_one_host_are_known_by_their_ranks() -> None:
     assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
 
 
+def test_a_worker_does_not_return_as_another_whose_process_it_claims_to_be() -> None:
+    """Its key allows it to register as worker 1 alone: later messages for worker 0 would be refused."""
+    nodes, after = Nodes(), make_membership()
+    view = msgspec.structs.replace(nodes.views[worker(1)], rank=1)
+    after.on_message(worker(9), msgspec.structs.replace(register("worker", 1, pid=0), view=view), 0.0)
+    assert after.name_of(worker(9)) == ""
+    nodes.come(after, EVERYBODY)
+    assert after.state == "running"
+    assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
+
+
 def test_members_that_came_before_any_with_a_view_are_asked_again() -> None:
     nodes = Nodes()
     nodes.views.pop(worker(1))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.scheduler.nodes import confirm, make_membership, register, server, worker
+from zenps.scheduler.membership.members import Node
 from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.scheduler_messages import Leave, View
 from zenps.wire.views import ViewEncoder
@@ -63,3 +64,21 @@ def test_a_change_of_members_encodes_one_view_for_all_nodes_of_a_role() -> None:
     frames = {id(frame): frame for _, frame in messages}.values()
     assert sum(map(len, [*frames, *(envelope for envelope, _ in messages)])) < MAX_BYTES
     assert seconds < MAX_SECONDS, "0.06 s, where nothing else disturbs it"
+
+
+def test_servers_that_others_have_replaced_take_no_memory() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(found, Node) for found in gc.get_objects())
+
+    before = count()
+    membership = gathered(2, 1)
+    confirm(membership, [server(0)])
+    for number in range(1, 20):
+        membership.on_message(server(number), register("server", pid=number), 1.0)
+        confirm(membership, [server(number - 1), server(number)], 1.0)
+        membership.on_message(server(number - 1), Leave(), 1.0)
+        confirm(membership, [server(number)], 1.0)
+    known = membership.status(1.0).nodes
+    assert len(known) == 2 + 2  # the present one, and the one before it
+    assert count() == before + len(known)

@@ -61,3 +61,14 @@ def test_so_are_ranks_that_a_full_first_report_leaves_out() -> None:
     assert known.newly_named(0.0) == []
     known.report(b"server", {rank: 901.0 + rank for rank in range(1, MAX_RANKS + 1)})
     assert known.newly_named(1.0) == [Straggler(MAX_RANKS, 17.0, 17.0)]
+
+
+def test_a_server_that_replaces_another_goes_on_from_its_waits() -> None:
+    known = Stragglers(2)
+    known.report(b"server-0", {})
+    known.report(b"server-0", {1: 900.0})
+    assert known.newly_named(0.0) == []
+    known.report(b"server-1", {})
+    known.report(b"server-1", {1: 4.0})
+    assert known.seconds() == {1: 904.0}
+    assert known.newly_named(5.0) == [Straggler(1, 4.0, 5.0)]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import re
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 
@@ -776,6 +777,36 @@ def test_a_round_that_all_push_opens_beyond_the_budget_if_every_open_one_waits()
     assert resumed == []  # only one rank has pushed the other
 
 
+@pytest.mark.parametrize("tensor", ["a" * 16, "\U000e0001" * 1024], ids=["short", "long"])
+def test_made_up_chunks_that_fail_take_about_what_is_counted(tensor: str) -> None:
+    rounds = make_rounds(2, budget_bytes=1_000_000)
+    tracemalloc.start()
+    try:
+        for chunk in range(2000):
+            key = Key(tensor[:-1] + tensor[-1], 0, chunk)  # as decoded: a string of its own
+            rounds.on_push(make_held(0, key, 0, chunks=1 << 31), 0.0)
+            rounds.on_give_up(0, GiveUp(1, tensor, 0, lacks=chunk), 0.0)
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 2.5 * rounds.used_bytes < 2_500_000
+
+
+def test_what_is_kept_of_a_round_does_not_grow_with_the_ranks() -> None:
+    rounds, ranks, count = make_rounds(256), range(256), 20
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            for rank in ranks:
+                actions = rounds.on_push(make_held(rank, Key("a", 0, number), chunks=count), float(rank))
+            del actions
+            rounds.finish(Key("a", 0, number), FixedOutcome(Key("a", 0, number)), 256.0)
+        taken_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken_bytes < 4 * count * ROUND_BYTES + 256 * 512
+
+
 def test_departure_fails_rounds_that_need_the_rank_now_and_later() -> None:
     rounds = make_rounds(3)
     without, with_it = Key("a", 0, 0), Key("b", 0, 0)
@@ -947,7 +978,7 @@ def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> No
         assert rounds.held_bytes == 0
     else:
         assert rounds.on_push(make_held(0, newer), 60.0) == [Reply([peer_of(0)], failed.message)]
-        assert rounds.held_bytes == ROUND_BYTES
+        assert rounds.held_bytes == ROUND_BYTES + FailedRound(failed.message).size_bytes
 
 
 def test_ranks_are_asked_ever_more_seldom() -> None:
@@ -983,6 +1014,23 @@ def test_a_push_may_stand_for_others() -> None:
     assert isinstance(action, Reduce)
     assert action.pushes == [first, last]
     assert finish(rounds, key, FixedOutcome(key)) == [Reply([peer_of(0), peer_of(2)], result_of(key))]
+
+
+def test_a_round_that_is_pushed_for_all_opens_beyond_the_budget_if_every_open_one_waits() -> None:
+    rounds, key = make_rounds(4, budget_bytes=8 * ROUND_BYTES), Key("b", 0, 0)
+    rounds.on_push(make_held(0, KEY, stands_for=(1,)), 0.0)
+    for rank in (0, 2):
+        busy = [Reply([peer_of(rank)], Busy(1, *key))]
+        assert rounds.on_push(make_held(rank, key, 4000, stands_for=(rank + 1,)), 0.0) == busy
+    assert rounds.on_tick(0.5) == [Reply([peer_of(0), peer_of(2)], Resume(1, *key))]
+
+
+def test_ranks_that_one_push_stands_for_are_waited_for_together() -> None:
+    rounds = make_rounds(8)
+    rounds.on_push(make_held(0, KEY, stands_for=(1, 2, 3)), 1.0)
+    rounds.on_tick(3.0)
+    rounds.on_push(make_held(4, KEY, stands_for=(5, 6, 7)), 5.0)
+    assert rounds.late.seconds == dict.fromkeys((4, 5, 6, 7), 4.0)
 
 
 def test_a_rank_that_no_push_stands_for_is_missing() -> None:
@@ -1053,7 +1101,7 @@ def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None
     push_fragment(rounds, 1, 0)
     (failure,) = rounds.on_tick(DEADLINE_SECONDS + 1)
     assert "rank(s) 1" in failure.message.reason
-    assert rounds.held_bytes == ROUND_BYTES
+    assert rounds.held_bytes == ROUND_BYTES + FailedRound(failure.message).size_bytes
 
 
 def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
@@ -1074,6 +1122,16 @@ def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> Non
     push_fragment(rounds, 1, 1)
     rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
     (action,) = push_fragment(rounds, 1, 2, rows=3)
+    assert isinstance(action, Reduce)
+
+
+def test_a_whole_push_among_the_fragments_of_another_is_refused() -> None:
+    rounds = make_rounds(1)
+    push_fragment(rounds, 0, 1)
+    with pytest.raises(ProtocolError, match="payload: 2 rows in one of 1 fragments, expected 2 in one of 3"):
+        push_fragment(rounds, 0, 0, fragments=1)
+    push_fragment(rounds, 0, 0)
+    (action,) = push_fragment(rounds, 0, 2)
     assert isinstance(action, Reduce)
 
 

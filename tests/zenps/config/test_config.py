@@ -206,6 +206,9 @@ class TestUnknownKeys:
         ("cluster.job=a\x1b[2Jb", "a string of 1 to 64 printable characters"),
         ("cluster.host=0.0.0.0", "an address or name by which others reach this machine, or '' to find one"),
         ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
+        ("cluster.host=n..lan", "an address or name by which others reach this machine, or '' to find one"),
+        ("metrics.host=node..lan", "an address or name of this machine"),
+        (f"status.host={'x' * 64}.lan", "an address or name of this machine"),
         ("sync.granule=48", "a power of two from 1 to 256"),
         ("sync.granule=512", "a power of two from 1 to 256"),
         ("sync.codec=zip", "one of auto, coo, bitmap, delta, blocks, dense"),
@@ -348,6 +351,7 @@ class TestScheduler:
         [
             "node7",
             "node7:",
+            "node..lan:9000",
             ":9000",
             "node7:0",
             "node7:65536",

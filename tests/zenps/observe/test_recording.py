@@ -56,6 +56,10 @@ WRONG: dict[str, tuple[list[object], str]] = {
     "empty": ([], "empty"),
     "another version": ([{"type": "header", "format": "zenps plan trace", "version": 2}], "version"),
     "rows that decrease": ([Header(rank=0, workers=1), push([5, 1])], "sorted rows"),
+    "rows that wrap around": (
+        [Header(rank=0, workers=1), push([0, 2**63 - 1, -(2**63), -1, 5])],
+        "sorted rows",
+    ),
     "a row outside": ([Header(rank=0, workers=1), push([100])], "sorted rows"),
     "a negative row": ([Header(rank=0, workers=1), push([-1])], "sorted rows"),
     "half a number": ([Header(rank=0, workers=1), {"type": "push", "tensor": "t", "rows": b"123"}], "step"),

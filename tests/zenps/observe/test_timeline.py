@@ -175,6 +175,31 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "events",
+    [
+        [Event(NODE, "M", 4711, 0.0, args={"role": "worker"})],
+        [Event(NODE, "M", 4711, 0.0, args={"role": "worker", "rank": 0, "unix_seconds": 1e300})],
+        [*about("worker", 0, 1), Event("process_sort_index", "M", 4711, 0.0, args={"sort_index": None})],
+        [*about("worker", 0, 1), Event(CLOCK, "M", 4711, 0.0, args={"offset_us": "a", "error_us": 1.0})],
+        [*about("worker", 0, 1), Event("push", "X", 4711, 1.0, 1.0, 1, "push", args={"chunk": 0})],
+        [*about("worker", 0, 1), Event("wait", "b", 4711, 1.0, id="0xg")],
+    ],
+)
+def test_a_damaged_event_is_refused(events: list[Event], tmp_path: Path) -> None:
+    part = write(tmp_path / "part", events)
+    with pytest.raises(ConfigError, match=r"PART = .*undamaged"):
+        merge([part], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    part = write(tmp_path / "part", [*about("worker", 0, 1), Event("push", "X", 4711, 1.0, 1.0)])
+    part.write_bytes(part.read_bytes().replace(b"role", b"r\xffle"))
+    with pytest.raises(ConfigError, match=r"PART = .*an event in line 2"):
+        merge([part], tmp_path / "out")
+
+
 def test_files_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> None:
     part = write(tmp_path / "part", [*about("worker", 0, 1), Event("a", "X", 1, 5.0, 1.0, tid=1)])
     with pytest.raises(ConfigError, match="OUT = "):
@@ -229,3 +254,11 @@ def test_a_job_that_wrote_no_part_leaves_nothing(tmp_path: Path, capsys: pytest.
     with collected(str(tmp_path / "trace.json")):
         pass
     assert (capsys.readouterr().err, list(tmp_path.iterdir())) == ("", [])
+
+
+def test_parts_that_somebody_has_removed_do_not_change_how_a_job_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with collected(str(tmp_path / "trace.json")) as trace:
+        Path(trace).parent.rmdir()
+    assert "No such file or directory" in capsys.readouterr().err

@@ -125,9 +125,10 @@ class Profile:
         self.tensor, self.item_bytes = first.tensor, first.item_bytes
         if len({(push.shape, push.sparse_dims, push.item_bytes) for _, push in pushes}) > 1:
             raise UsageError(f"tensor {self.tensor!r} changes its shape or dtype; expected one for all steps")
-        if len(pushes) < FEWEST_SAMPLES:
+        times = len({(rank, push.step) for rank, push in pushes})  # a trace may have a worker's file twice
+        if times < FEWEST_SAMPLES:
             raise UsageError(
-                f"tensor {self.tensor!r} was pushed {len(pushes)} time(s); expected at least "
+                f"tensor {self.tensor!r} was pushed {times} time(s); expected at least "
                 f"{FEWEST_SAMPLES}: record more steps, by --steps"
             )
         ranks = {rank for rank, _ in pushes}

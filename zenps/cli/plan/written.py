@@ -83,10 +83,24 @@ def write_settings(path: Path, settings: Mapping[str, str | int]) -> dict[str, o
         draft.write_bytes(text)
         load(file=draft, environ={})
     try:
-        path.write_bytes(text)
+        _overwrite(path, text)
     except OSError as error:
         raise ConfigError("--write", str(path), f"a file that can be written ({error.strerror})") from None
     return before
+
+
+def _overwrite(path: Path, text: bytes) -> None:
+    """Writes ``text`` in place, so that a link or a mount stays one, once there is room for all of it."""
+    with path.open("r+b" if path.exists() else "wb") as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            os.posix_fallocate(file.fileno(), 0, len(text))
+        except OSError:
+            file.truncate(size)
+            raise
+        file.seek(0)
+        file.write(text)
+        file.truncate()
 
 
 def _document(path: Path) -> TOMLDocument:

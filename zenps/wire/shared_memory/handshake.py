@@ -10,13 +10,13 @@ A listener never waits for a caller. Callers that stay silent only fill a bounde
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import selectors
 import socket as net
 import struct
+import time
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -30,6 +30,10 @@ MAX_PENDING = 64
 MAX_QUEUED = 1024
 
 MAX_HELLO_BYTES = 1024
+
+# How long a listener accepts nothing once its process has no free descriptor. A connection that waits lets
+# each poll of it return at once.
+PAUSE_SECONDS = 0.2
 
 # Refusals that a listener logs: any local process can cause them as often as it likes.
 MAX_LOGGED_REFUSALS = 20
@@ -132,6 +136,7 @@ class Listener(Generic[Hello]):
         self._refusals = 0
         self._pending: dict[net.socket, None] = {}
         """The connections that have sent no hello, oldest first."""
+        self._paused_until: float | None = None
         self._socket = net.socket(net.AF_UNIX, kind)
         self._selector = selectors.EpollSelector()
         try:
@@ -154,6 +159,13 @@ class Listener(Generic[Hello]):
         to :meth:`accept` or :meth:`refuse`.
         """
         callers = []
+        if self._paused_until is not None:
+            left_seconds = self._paused_until - time.monotonic()
+            if left_seconds <= 0:
+                self._selector.register(self._socket, selectors.EVENT_READ)
+                self._paused_until = None
+            else:
+                seconds = min(seconds, left_seconds)
         ready = [key.fileobj for key, _ in self._selector.select(seconds)]
         if self._socket in ready:
             # A new connection mostly brings its hello.
@@ -196,7 +208,7 @@ class Listener(Generic[Hello]):
 
     def _accept_connections(self) -> list[net.socket]:
         accepted: list[net.socket] = []
-        with contextlib.suppress(OSError):  # there are no more, or this process has too many files open
+        try:
             for _ in range(MAX_PENDING):
                 socket, _ = self._socket.accept()
                 socket.setblocking(False)
@@ -208,6 +220,11 @@ class Listener(Generic[Hello]):
                 self._pending[socket] = None
                 self._selector.register(socket, selectors.EVENT_READ)
                 accepted.append(socket)
+        except BlockingIOError:
+            pass  # there are no more
+        except OSError:  # this process has too many files open
+            self._selector.unregister(self._socket)
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
         return accepted
 
     def _read(self, socket: net.socket) -> Caller[Hello] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,27 @@ def test_a_file_keeps_its_line_ends(tmp_path: Path) -> None:
     file.write_bytes(b'\xef\xbb\xbf[sync]\r\nscheme = "byteps"\r\ncodec = "coo"\r\n')
     assert write_settings(file, {"scheme": "zenps"}) == {"scheme": "byteps"}
     assert file.read_bytes() == b'[sync]\r\nscheme = "zenps"\r\ncodec = "coo"\r\n'
+
+
+def test_a_file_is_unchanged_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(_fd: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = tmp_path / "zenps.toml"
+    file.write_text("[cluster]\nworkers = 4\n")
+    monkeypatch.setattr(os, "posix_fallocate", is_full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_settings(file, {"scheme": "zenps"})
+    assert file.read_text() == "[cluster]\nworkers = 4\n"
+
+
+def test_a_linked_file_stays_linked_and_may_become_shorter(tmp_path: Path) -> None:
+    file, link = tmp_path / "zenps.toml", tmp_path / "link.toml"
+    file.write_text('[sync]\nscheme = "hierarchical-centralization"\n')
+    link.symlink_to(file)
+    write_settings(link, {"scheme": "zen"})
+    assert link.is_symlink()
+    assert file.read_text() == '[sync]\nscheme = "zen"\n'
 
 
 @pytest.mark.parametrize("before", [None, "", "[cluster]\nworkers = 2\n"])

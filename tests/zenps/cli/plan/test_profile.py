@@ -204,6 +204,8 @@ def test_dense_and_rare_tensors(made_up: Any) -> None:
 def test_too_little_is_refused(made_up: Any) -> None:
     with pytest.raises(UsageError, match=r"'table' was pushed 3 time.* at least 4.*--steps"):
         profiles(made_up(zipf(1.0, 100), workers=1, steps=3))
+    with pytest.raises(UsageError, match=r"'table' was pushed 2 time"):
+        profiles(2 * made_up(zipf(1.0, 100), workers=1, steps=2))
     with pytest.raises(UsageError, match="nothing was pushed"):
         profiles([])
     changed = made_up(zipf(1.0, 100)) + made_up(zipf(1.0, 100)[:50])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import resource
 import secrets
+import select
 import socket as net
 import time
 from collections.abc import Iterator
@@ -186,6 +189,29 @@ def test_a_hello_that_has_come_is_read_before_its_connection_is_displaced(
     assert poll_one(listener).hello == Greeting(7)
     for socket in (first, *sockets):
         socket.close()
+
+
+def test_without_a_free_descriptor_a_caller_waits_and_the_listener_does_not_spin(
+    listener: Listener[Greeting], name: bytes, kind: net.SocketKind, arena: Arena
+) -> None:
+    caller = connect(name, kind, Greeting(7), arena.fd)
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    poll = select.poll()
+    poll.register(listener.fileno(), select.POLLIN)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 16, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(arena.fd))
+        assert poll.poll(0)
+        assert not listener.poll()
+        assert not poll.poll(0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
+    assert poll_one(listener).hello == Greeting(7)
+    caller.close()
 
 
 @pytest.mark.parametrize("ways", [*[[way] for way in ALL_WAYS], ALL_WAYS], ids=[*ALL_WAYS, "all"])
