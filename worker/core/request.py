@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch import Tensor
 
 from zenps.errors import TensorError, UsageError, ZenPSError
@@ -86,6 +86,15 @@ class Options(Struct, frozen=True):
         Broadcasts and control always go over servers.
         """
         return self.purpose in ("gradient", "value")
+
+    def of_round(self, is_summed: bool) -> Options:
+        """Returns the options of one round: a sum, if ``is_summed``, even if the tensor is averaged.
+
+        A round may be kept for longer than the optimizer whose residuals these are, so it has none.
+        """
+        if self.residuals is None and not is_summed:
+            return self
+        return structs.replace(self, average=self.average and not is_summed, residuals=None)
 
 
 class Request(NamedTuple):

@@ -97,6 +97,10 @@ class Round(Struct, eq=False):
     has_failed: bool = False
     """True if this rank got no answer: it pushes the round only if it is asked to."""
 
+    def pushes_of(self, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
+        """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
+        return [out for out in self.outgoing if (out.server, out.push.chunk) in chunks]
+
 
 class SendPush(Struct, frozen=True):
     """An action: send this push; ``was_refused`` if the server had refused it as busy."""

@@ -266,7 +266,7 @@ class WorkerRounds:
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
-                actions += [SendPush(out) for out in _pushes_of(round_, round_.unanswered.keys())]
+                actions += [SendPush(out) for out in round_.pushes_of(round_.unanswered.keys())]
         return actions
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
@@ -306,7 +306,7 @@ class WorkerRounds:
         return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
     def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:
-        wanted = _pushes_of(round_, chunks)
+        wanted = round_.pushes_of(chunks)
         if round_.state == "recalled":
             round_.unanswered.update(((out.server, out.push.chunk), out) for out in wanted)
             round_.repeat_at = now + round_.repeat_seconds
@@ -367,7 +367,7 @@ class WorkerRounds:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail_and_tell(round_, ProtocolError("checksum", reason))
-        return [SendPush(out, was_refused=was_refused) for out in _pushes_of(round_, {key})]
+        return [SendPush(out, was_refused=was_refused) for out in round_.pushes_of({key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED
@@ -388,11 +388,6 @@ class WorkerRounds:
         self._end(round_, "failed")
         message = GiveUp(self._ring_epoch, round_.tensor, round_.step)
         return [*self._given_up.add(message, servers)]
-
-
-def _pushes_of(round_: Round, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
-    """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
-    return [out for out in round_.outgoing if (out.server, out.push.chunk) in chunks]
 
 
 def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:

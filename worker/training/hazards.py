@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Set
+from numbers import Integral
 
 import torch
 from torch import nn
@@ -28,6 +29,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "LBFGS: expected an optimizer that steps once for each backward, got one whose line search "
             "evaluates the loss of this rank alone; use another optimizer, such as SGD or Adam"
         )
+
+
+def check_passes(per_step: object) -> None:
+    """Checks how often backward runs in a step.
+
+    Raises:
+        UsageError: it is no integer, or less than 1.
+    """
+    if not isinstance(per_step, Integral) or int(per_step) < 1:
+        got = f"backward_passes_per_step = {per_step!r:.60}"
+        raise UsageError(f"{got}: expected an integer, at least 1")
 
 
 def check_modules(parameters: Iterable[Parameter]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from numbers import Integral
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -21,7 +20,7 @@ from ..process import PROCESS
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
 from .gradients.synchronizer import GradientSynchronizer
-from .hazards import check_modules, check_optimizer
+from .hazards import check_modules, check_optimizer, check_passes
 from .model_averaging import ModelAveraging
 from .momentum import take_momentum
 
@@ -75,7 +74,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
     ) -> None:
         # Not super().__init__: the state is the wrapped optimizer's, reached by __getattr__.
-        _check_passes(backward_passes_per_step)
+        check_passes(backward_passes_per_step)
         check_average(average, "DistributedOptimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise UsageError(
@@ -381,12 +380,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""
         self._consistency.adopt_agreement(root_rank)
-
-
-def _check_passes(per_step: object) -> None:
-    if not isinstance(per_step, Integral) or int(per_step) < 1:
-        got = f"backward_passes_per_step = {per_step!r:.60}"
-        raise UsageError(f"{got}: expected an integer, at least 1")
 
 
 def _warn_of_momentum(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 import zmq
-from msgspec import structs
 
 from zenps.errors import PeerLostError, ProtocolError, ZenPSError
 from zenps.observe import log
@@ -176,11 +175,7 @@ class Channel(Waiter):
 
     def _new_round(self, pending: Pending, encoded: EncodedTensor) -> Round:
         name, step = encoded.round_of(pending.name, pending.progress.step)
-        options = pending.options
-        if encoded.is_summed or options.residuals is not None:
-            # A round is kept for longer than the optimizer, perhaps, whose residuals these are.
-            average = options.average and not encoded.is_summed
-            options = structs.replace(options, average=average, residuals=None)
+        options = pending.options.of_round(encoded.is_summed)
         encoded = self._share(encoded, options)
         outgoing = self._writer.write(name, step, encoded, options)
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())

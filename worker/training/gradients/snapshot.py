@@ -92,3 +92,10 @@ def _device_hash(tensor: Tensor) -> Tensor:
     whole = words.numel() // _COLUMNS * _COLUMNS
     sums = words[:whole].view(-1, _COLUMNS).sum(0)
     return torch.cat([sums, words[whole:].long()])
+
+
+def is_cleared(gradient: Tensor | None) -> bool:
+    """Returns whether a gradient is None or zeros, as ``zero_grad()`` leaves it."""
+    if gradient is None:
+        return True
+    return not (gradient._values() if gradient.is_sparse else gradient).any()

@@ -28,7 +28,7 @@ from .averages import Averages, StepsInFlight
 from .consistency import Consistency
 from .passes import BackwardPasses
 from .pushes import GradientPushes, clip_norm
-from .snapshot import Snapshot, first_changed
+from .snapshot import Snapshot, first_changed, is_cleared
 from .step_states import STEP, SYNCHRONIZED, StepEvent, StepState
 
 _P = ParamSpec("_P")
@@ -102,7 +102,7 @@ class GradientSynchronizer(Consistency):
         if self._state not in SYNCHRONIZED or self._steps.due is not None:
             return False
         # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
-        return not (self._averaged and all(_is_cleared(parameter.grad) for parameter in self._averaged))
+        return not (self._averaged and all(is_cleared(parameter.grad) for parameter in self._averaged))
 
     def consume(self) -> None:
         self._advance("consumed")
@@ -385,13 +385,6 @@ class GradientSynchronizer(Consistency):
     def _refuse(self, reason: str) -> UsageError:
         self._advance("refused")
         return UsageError(f"{reason}; zero_grad() ends this step")
-
-
-def _is_cleared(gradient: Tensor | None) -> bool:
-    """Returns whether a gradient is None or zeros, as ``zero_grad()`` leaves it."""
-    if gradient is None:
-        return True
-    return not (gradient._values() if gradient.is_sparse else gradient).any()
 
 
 def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
