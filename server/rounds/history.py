@@ -47,6 +47,8 @@ class History:
         self._newest: dict[str, dict[int, tuple[int, int]]] = {}
         """By tensor and rank, the last step pushed, and in how many chunks: the rank has ended the steps
         before, and has no further chunk of this one."""
+        self._names: dict[str, str] = {}
+        """Each tensor's name, see :meth:`shared`."""
         self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
         """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
         self._pinned: dict[Series, ServerRound] = {}
@@ -74,12 +76,20 @@ class History:
         for round_ in self:
             round_.advance("ring changed")
         self._newest.clear()
+        self._names.clear()
         self._evictable.clear()
         self._pinned.clear()
         self._forgotten.clear()
         self.size_bytes = self.kept_bytes = self._pinned_bytes = 0
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
+
+    def shared(self, tensor: str) -> str:
+        """Returns the one string for a tensor's name that all its rounds keep. Each push brings its own.
+
+        Not interned: CPython 3.12 never frees what it has interned.
+        """
+        return self._names.get(tensor, tensor)
 
     def note(self, tensor: str, rank: int, step: int, chunks: int) -> None:
         """Notes which step a rank has pushed, in how many chunks; 0 if it has given the step up.
@@ -92,6 +102,7 @@ class History:
             if len(self._newest) >= MAX_NAMES:
                 raise ProtocolError("unexpected", f"another tensor name, expected {MAX_NAMES} at most")
             newest = self._newest[tensor] = {}
+            self._names[tensor] = tensor
             self.size_bytes += NAME_BYTES + sys.getsizeof(tensor)
         last = newest.get(rank)
         if last is None:

@@ -8,7 +8,6 @@ the new ring what they still need.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
@@ -120,8 +119,7 @@ class ServerRounds:
             got = f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
-        # Each push brings a string of its own; rounds are kept longer, and share one.
-        key = Key(sys.intern(push.tensor), push.step, push.chunk)
+        key = Key(self._history.shared(push.tensor), push.step, push.chunk)
         # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
         last = self._history.last(key)
         if last is not None and push.step == last.key.step:
