@@ -44,7 +44,8 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     address: Address
     metrics: Address
     settings: dict[str, str | int | float]
-    """A worker's shared settings. They must equal the scheduler's, or ranks would shard differently."""
+    """A worker's shared settings, or those that a server shares. They must equal the scheduler's, or ranks
+    would shard differently."""
     generation: Count = 0
     """How often torchrun has restarted the workers. A newer generation replaces all older ones."""
     restarts: Count = 0
