@@ -40,8 +40,8 @@ class Adder:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="zenps-sum")
 
     def close(self) -> None:
-        """Ends the threads."""
-        self._executor.shutdown(wait=False)
+        """Ends the threads, once they have added what they were given: a moment for each chunk."""
+        self._executor.shutdown()
 
     def add(self, contributions: Sequence[Payload], form: Form, divisor: int) -> list[Payload]:
         """Returns the sum in chunks, in order; sparse ones in the tensor's dtype.
