@@ -84,6 +84,7 @@ def test_sparsifiers_go_on_when_a_worker_joins(tmp_path: Path) -> None:
     assert (first[back - 1].size, first[back].size) == (2, 3)
     for step, own in first.items():
         assert own.number == step + 1, "all steps count"
-        assert last[step] == own
+        # The view without the lost worker may come to one rank a step before it comes to the other.
+        assert last[step]._replace(size=own.size) == own
     for step, own in joined.items():
         assert own == first[step]
