@@ -21,6 +21,7 @@ from zenps.worker.core.request import (
     table_shape,
     wire_name,
 )
+from zenps.worker.core.residuals import Residuals
 
 SUMMED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
 SUMMED += [torch.int32, torch.int16, torch.int8, torch.uint8]
@@ -199,3 +200,11 @@ def test_names_on_the_wire_are_those_of_callers_with_marks_doubled() -> None:
     assert len(wire_name("@" * 512)) == 1024
     with pytest.raises(UsageError, match="of which each @ and # counts twice"):
         wire_name("@" * 512 + "x")
+
+
+@pytest.mark.parametrize("average", [True, False])
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_options_of_a_round_are_without_residuals(average: bool, is_summed: bool) -> None:
+    options = Options(average=average, priority=3, residuals=Residuals())
+    assert options.of_round(is_summed) == Options(average=average and not is_summed, priority=3)
+    assert Options(average=average).of_round(is_summed) == Options(average=average and not is_summed)
