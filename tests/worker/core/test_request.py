@@ -124,7 +124,7 @@ class Wrapping(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("it is refused before any operation, for it has no elements")
 
 
 def test_a_tensor_that_wraps_others_is_refused() -> None:
