@@ -20,8 +20,9 @@ test: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) $(JOBS:%=--ignore=%)
 	$(BIN)/pytest $(JOBS)
 
-# Tests of jobs in which gradients are compacted and summed. In the default suite they have native kernels.
-SUMS := auto byteps ddp levels omnireduce push_pull same_host schemes table_sizes training values
+# Tests of jobs that call all methods of the kernels: on servers, among peers, in two levels, for rows, blocks and
+# quantized values. In the default suite they have native kernels.
+SUMS := levels omnireduce push_pull schemes table_sizes training values
 
 test-long: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) -m long $(JOBS:%=--ignore=%)
