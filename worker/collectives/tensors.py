@@ -161,10 +161,14 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     Raises:
         TensorError: the tensor cannot be reduced.
         UsageError: there is no such ``op``.
-        MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them cannot
-            reduce its tensor.
+        MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them names
+            none that exists or cannot reduce its tensor.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
+    if op not in ("average", "sum", *_COMBINED):
+        error = UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
+        _push_refusal(name, error, "value")
+        raise error
     if op in ("average", "sum"):
         try:
             check_outside_graph(tensor, name)
@@ -173,8 +177,6 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
             _push_refusal(name, error, "value")
             raise
         return pending.wait()
-    if op not in _COMBINED:
-        raise UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
     given, refused = "", None
     try:
         _check(tensor, name)
