@@ -167,7 +167,10 @@ def test_convergence(title: str, digits: str, text: str) -> None:
     ],
 )
 def test_density(title: str, way: str, digits: int) -> None:
-    run = by("way", results("density.json")["runs"])[way]
+    measured = results("density.json")
+    run = by("way", measured["runs"])[way]
+    assert 4 * measured["drop_at"] == 3 * measured["steps"]
+    assert f"after three quarters of {measured['steps']} steps the gradients" in page("sparsifiers.md")
     settled, dropped = (
         " to ".join(f"{bound:.{digits}f}" for bound in run[when]) for when in ("settled", "dropped")
     )
