@@ -454,6 +454,12 @@ def test_the_span_of_lookups_on_a_gpu() -> None:
     assert 360 < max(coalesce) <= 370
     assert "and 10 to 370 × less time than `coalesce`" in page("performance.md")
     assert f"took {min(hashed):.1f} to {max(hashed):.0f} times as long as `sort`" in page("performance.md")
+    sorted_ms, coalesced = (
+        [times[way] for case, times in found.items() if times in large and json.loads(case)["dim"] == 64]
+        for way in ("sort_compact", "torch: coalesce, index_select by owner")
+    )
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"{sorted_ms[0]:.2f} ms, `coalesce` in {min(coalesced):.1f} to {max(coalesced):.0f}." in readme
 
 
 def test_rounds_on_a_gpu() -> None:
