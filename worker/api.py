@@ -189,7 +189,11 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
 
 
 def poll(handle: Pending) -> bool:
-    """Returns whether :func:`synchronize` would return at once."""
+    """Returns whether :func:`synchronize` would return, or raise, at once.
+
+    Raises:
+        UsageError: ``handle`` is none, such as the result of :func:`push_pull`.
+    """
     return _checked(handle).done()
 
 
