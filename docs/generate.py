@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from zenps.config.settings import FIELDS, Config
-from zenps.config.shared import shared_settings
+from zenps.config.shared import server_settings, shared_settings
 from zenps.config.values import choices, format_bytes
 from zenps.observe.metrics import SchedulerMetrics, ServerMetrics, WorkerMetrics
 from zenps.scheduler.membership.states import JOB
@@ -52,8 +52,8 @@ choice.
 bounds is refused with the field, the value and what is allowed; the command then ends with exit code 2.
 A setting whose name ends in `_bytes` also takes a string such as `"8MiB"` (KiB, MiB, GiB, TiB).
 
-The scheduler refuses a worker that differs from it in one of these
-([why](decisions/0010-settings-must-equal.md)):
+The scheduler refuses a worker that differs from it in one of these, and a server that differs in
+SERVERS ([why](decisions/0010-settings-must-equal.md)):
 
 SHARED.
 """
@@ -93,7 +93,8 @@ DIAGRAMS: dict[str, dict[str, Transitions[Any, Any]]] = {
 def configuration() -> str:
     """docs/configuration.md."""
     shared = ", ".join(f"`{name}`" for name in shared_settings(Config()))
-    lines = [CONFIGURATION.replace("SHARED", textwrap.fill(shared, 110))]
+    on_servers = " or ".join(f"`{name}`" for name in server_settings(Config()))
+    lines = [CONFIGURATION.replace("SHARED", textwrap.fill(shared, 110)).replace("SERVERS", on_servers)]
     for section, struct in get_type_hints(Config).items():
         lines += [f"## {section}", "", struct.__doc__, ""]
         lines += _table(["setting", "default", "type", "meaning"], _settings(section, struct()))
@@ -169,8 +170,11 @@ def _filled(text: str, source: str, content: str) -> str:
 
 def _number(value: float) -> str:
     """``4611686018427387903`` as ``2^62 - 1``: what nobody can read in decimals."""
-    exponent = int(value + 1).bit_length() - 1
-    return f"2^{exponent} - 1" if exponent > 16 and value + 1 == 1 << exponent else f"{value:g}"
+    for part, rest in ((value, ""), (value + 1, " - 1")):
+        exponent = int(part).bit_length() - 1
+        if exponent > 16 and part == 1 << exponent:
+            return f"2^{exponent}{rest}"
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def type_text(

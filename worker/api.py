@@ -35,10 +35,13 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
 
     Raises:
-        ConfigError: a setting is wrong, or several workers were started without a scheduler.
+        ConfigError: a setting is wrong, the scheduler does not list this worker's key, or several workers
+            were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
         MismatchError: a shared setting differs from the scheduler's.
-        UsageError: called again with other settings, the rank is taken, or the job has ended.
+        UsageError: called again with other settings, the rank is taken, the cluster is complete, or the job
+            has ended.
+        PeerLostError: a node was lost meanwhile, the job has failed, or workers cannot reach one another.
     """
     PROCESS.require_no_fork()
     loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
@@ -155,8 +158,9 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         TensorError: the tensor cannot be synchronised; nothing was sent. If indices of a tensor on a CUDA
             device lie outside its shape, :func:`synchronize` raises this.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
-        UsageError: ``name`` is in flight already, or 65536 others have been used; ``priority`` is no integer,
-            or ``average`` no bool.
+        UsageError: ``name`` is in flight already, or 65536 others have been used; it is no string of 1 to
+            1024 characters, of which each ``@`` and ``#`` counts twice; ``priority`` is no integer, or
+            ``average`` no bool; or :func:`init` was not called.
     """
     check_outside_graph(tensor, name)
     options = Options(average=average, priority=priority)
@@ -178,14 +182,18 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
 
     Raises:
         DeadlineError: a rank or server did not answer in time.
-        MismatchError: ranks pushed different shapes, dtypes or kinds under ``name``.
-        PeerLostError: a node was lost.
+        MismatchError: ranks pushed different shapes, dtypes or kinds under ``name``, or a sum and an average.
+        PeerLostError: a node was lost, or a worker left.
     """
     return push_pull_async(tensor, name, average).wait()
 
 
 def poll(handle: Pending) -> bool:
-    """Returns whether :func:`synchronize` would return at once."""
+    """Returns whether :func:`synchronize` would return, or raise, at once.
+
+    Raises:
+        UsageError: ``handle`` is none, such as the result of :func:`push_pull`.
+    """
     return _checked(handle).done()
 
 

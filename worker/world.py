@@ -312,7 +312,10 @@ def _begin(backend: Backend, request: Request) -> Pending:
     is_divided = options.average and not dtype.is_floating_point
     if not options.is_reduction or not (is_divided or dtype in NARROW):
         return backend.begin(request)
-    wide = tensor.detach().to(torch.float64 if is_divided else torch.int64)
+    tensor = tensor.detach()
+    if tensor.is_sparse and dtype == torch.bool:
+        tensor = tensor.coalesce()  # a logical or of duplicates, which as numbers would add up to more than 1
+    wide = tensor.to(torch.float64 if is_divided else torch.int64)
     options = structs.replace(options, given=options.given or describe(tensor))
     pending = backend.begin(Request(wide, name, options))
     if not is_divided:

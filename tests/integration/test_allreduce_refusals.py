@@ -21,6 +21,8 @@ def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
         "complex": (ones.to(torch.complex64) if first else ones, "average"),
         "sparse": (ones.to(torch.complex64) if first else ones.to_sparse(1), "average"),
         "dtype": (ones.bool() if first else ones, "sum"),
+        "operation": (ones, "mean" if first else "average"),
+        "operation, gathered": (ones, "mean" if first else "min"),
         "all": (ones.to(torch.complex64), "average"),
     }
     raised = [attempt(zps.allreduce, tensor, name, op) for name, (tensor, op) in cases.items()]
@@ -32,7 +34,8 @@ def refuse_on_rank_0() -> tuple[list[Raised], list[float]]:
 def test_others_learn_at_once_what_one_rank_refuses(settings: dict[str, Any]) -> None:
     with Cluster(settings=settings) as cluster:
         (first, sums), (second, sums_too) = cluster.run(refuse_on_rank_0)
-    assert [each.kind for each in first] == ["TensorError"] * 5, first
-    assert [each.kind for each in second] == ["MismatchError"] * 4 + ["TensorError"], second
-    assert all("rank(s) 0 pushed nothing: " in each.text for each in second[:4]), second
-    assert sums == sums_too == [2.0] * 4
+    kinds = ["TensorError"] * 4 + ["UsageError"] * 2 + ["TensorError"]
+    assert [each.kind for each in first] == kinds, first
+    assert [each.kind for each in second] == ["MismatchError"] * 6 + ["TensorError"], second
+    assert all("rank(s) 0 pushed nothing: " in each.text for each in second[:6]), second
+    assert sums == sums_too == [2.0] * 6

@@ -118,11 +118,13 @@ def broadcast_what_one_rank_cannot() -> dict[str, Any]:
         unpacked.param_groups[0]["what"] = object()
         broken.state_dict = lambda: 1 / 0  # type: ignore[method-assign]
     no_tensor: Any = {"weight": torch.ones(3) if is_root else 7}
+    none_at_root: Any = {"weight": 7 if is_root else torch.ones(3)}
     return {
         "no plain data": attempt(zps.broadcast_optimizer_state, unpacked),
         "no state": attempt(zps.broadcast_optimizer_state, broken),
         "no object": attempt(zps.broadcast_object, object()),
         "no tensor": attempt(zps.broadcast_parameters, no_tensor),
+        "no tensor of the root": attempt(zps.broadcast_parameters, none_at_root),
         "two roots": attempt(zps.broadcast_object, "x", zps.rank()),
         "no root": attempt(zps.broadcast_object, "x", 1 - zps.rank()),
         "no rank": attempt(zps.broadcast_object, "x", 0 if is_root else 7),
@@ -211,6 +213,11 @@ def test_state_is_equal_on_all_ranks_whatever_its_dtype(results: list[dict[str, 
             "no tensor",
             "MismatchError: rank(s) 1 have other parameters",
             "TensorError: broadcast/weight: expected",
+        ),
+        (
+            "no tensor of the root",
+            "TensorError: broadcast/weight: expected",
+            "MismatchError: rank(s) 1 have other parameters than rank 0; 'weight' is not a tensor",
         ),
         ("two roots", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),
         ("no root", "MismatchError: broadcast of 'object'", "MismatchError: broadcast of 'object'"),

@@ -42,8 +42,8 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     Raises:
         TensorError: a value is no strided tensor, or cannot be written.
         UsageError: there is no such rank, two tensors have the same name, or tensors have no names.
-        PeerLostError: the root was lost.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     where = "broadcast_parameters"
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
@@ -111,7 +111,8 @@ def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
         if differing:
             name = min(differing)
             here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
-        raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root_rank}{here}")
+        unlike = listing(rank for rank in others if rank != root_rank)  # the root, if its tensors are refused
+        raise MismatchError(f"rank(s) {unlike} have other parameters than rank {root_rank}{here}")
 
 
 def _describe(tensor: Tensor) -> str:
@@ -149,8 +150,8 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
     """Returns the root's ``value`` on every rank.
 
     Args:
-        value: plain data: None, bool, int, float, str, bytes, and lists and dicts of them. Tuples
-            arrive as lists. Only the root's value is read.
+        value: plain data: None, bool, int of 64 bits, float, str, bytes, and lists and dicts of them, whose
+            keys are no tuples. Tuples arrive as lists. Only the root's value is read.
         root_rank: the rank whose value all ranks get.
         name: distinguishes broadcasts that run at the same time.
 
@@ -158,8 +159,8 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         UsageError: there is no such rank, or the root's value is not plain data (nothing is pickled), or it
             takes more than 2 GiB.
         MismatchError: ranks name different roots.
-        PeerLostError: the root was lost.
         ProtocolError: the received bytes are no packed object.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     return _broadcast_made(lambda: value, root_rank, name)
 
@@ -225,6 +226,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     Raises:
         UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
         MismatchError: ranks name different roots.
+        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     # The root, too: an optimizer or its hooks may make something else of a state than it was.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))

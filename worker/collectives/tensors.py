@@ -46,7 +46,7 @@ def allgather(tensor: Tensor, name: str) -> Tensor:
     Raises:
         TensorError: the tensor cannot be gathered, as a sparse one.
         MismatchError: ranks have other dtypes or shapes, or one of them cannot gather its tensor.
-        DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
+        DeadlineError, PeerLostError, UsageError: as :func:`zenps.push_pull`.
     """
     given, refused = "", None
     try:
@@ -69,7 +69,8 @@ def allgather_object(value: Any, name: str = "object") -> list[Any]:
         name: the same on all ranks, and in flight once at a time.
 
     Raises:
-        UsageError: the value of a rank is no plain data, or takes more than 2 GiB. All ranks raise this.
+        UsageError: the value of a rank is no plain data, or takes more than 2 GiB: all ranks raise this. Or
+            ``name`` is in flight or no name.
         ProtocolError: the received bytes are no packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
@@ -160,11 +161,15 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
 
     Raises:
         TensorError: the tensor cannot be reduced.
-        UsageError: there is no such ``op``.
-        MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them cannot
-            reduce its tensor.
+        UsageError: there is no such ``op``, or ``name`` is in flight or no name.
+        MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them names
+            none that exists or cannot reduce its tensor.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
+    if op not in ("average", "sum", *_COMBINED):
+        error = UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
+        _push_refusal(name, error, "value")
+        raise error
     if op in ("average", "sum"):
         try:
             check_outside_graph(tensor, name)
@@ -173,8 +178,6 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
             _push_refusal(name, error, "value")
             raise
         return pending.wait()
-    if op not in _COMBINED:
-        raise UsageError(f"op {op!r:.60}: expected average, sum, min, max or product")
     given, refused = "", None
     try:
         _check(tensor, name)

@@ -138,6 +138,13 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
     Args:
         state: ``None`` for one model whose buckets all go over ZenPS.
         bucket: sparse, ``[rows, columns…]`` COO; or dense, ``[n]``; of any dtype of ``push_pull``.
+
+    Returns:
+        A future of the average: of the bucket's shape and dtype, on its device; sparse ones are coalesced.
+
+    Raises:
+        UsageError: settings need :class:`DistributedOptimizer`: ``sync.consistency`` is not ``bsp``, or
+            ``sync.sparsifier`` takes the optimizer's momentum, as ``dgc`` does.
     """
     state = state or _default
     gradient = bucket.buffer()

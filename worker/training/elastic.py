@@ -49,7 +49,8 @@ class TrainingState:
         values: attributes of this object, plain data as for :func:`broadcast_object`.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, or a value has the name of an attribute of this class.
+        UsageError: ``zenps.init()`` was not called, ``optimizers`` is an optimizer, or a value has the name
+            of an attribute of this class or is no plain data.
         MismatchError: the ranks' parameters differ.
         PeerLostError: all ranks that had the state of the job were lost.
     """

@@ -124,7 +124,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--trace": ("FILE", "with CMD: keep the recording here; else: plan with this recording", None),
         "--steps": ("N", "how many steps of CMD to record (default: 20)", "20"),
         "--local-workers": ("N", "how many workers run CMD here (default: 2)", "2"),
-        "--workers": ("N[,N...]", "how many to plan for; more to compare (default: 8, 16, ... 1024)", None),
+        "--workers": (
+            "N[,N...]",
+            "how many to plan for; more to compare (default: cluster.workers, or 8; then up to 1024)",
+            None,
+        ),
         "--servers": ("N", "hosts with only a server (default: 0, a server on each worker's host)", "0"),
         "--bandwidth": ("RATE", "of each host, in each direction (default: 10Gbit)", "10Gbit"),
         "--latency": ("TIME", "of one message (default: 50us)", "50us"),

@@ -37,6 +37,13 @@ def test_a_worker_alone_gets_its_own_in_new_memory() -> None:
         assert (total.dtype, total.tolist()) == (dtype, [1, 2])
 
 
+def test_a_row_that_a_rank_has_twice_counts_once_in_an_average_of_bool() -> None:
+    values = torch.tensor([[True, False], [True, True]])
+    twice = torch.sparse_coo_tensor([[1, 1]], values, (3, 2), check_invariants=True)
+    share = zps.push_pull(twice, "x")
+    assert (share.dtype, share.to_dense().tolist()) == (torch.float64, [[0, 0], [1, 1], [0, 0]])
+
+
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 5000])
 def test_bytes_of_every_length_arrive(size: int) -> None:
     data = torch.randint(256, (size,), dtype=torch.uint8)

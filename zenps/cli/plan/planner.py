@@ -157,10 +157,12 @@ def _reasons(
     others = sorted((scheme for scheme in costs if scheme != choice), key=lambda name: costs[name].seconds)
     next_best = others[0]
     ratio = costs[next_best].seconds / own.seconds
-    how = f"takes {ratio:.2f} times as long" if ratio >= 1 else f"would take {ratio:.2f} of that"
-    said.append(f"Next is {next_best}, which {how}: {scheme_of(next_best).spends}.")
-    if ratio < 1:
+    if ratio < 1:  # what it spends bytes on is no reason then
+        said.append(f"Next is {next_best}, which would take {ratio:.2f} of that.")
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
+    else:
+        why = scheme_of(next_best).spends
+        said.append(f"Next is {next_best}, which takes {ratio:.2f} times as long: {why}.")
     said.append(_where_it_changes(links.workers, by_count, choice))
     if granule is not None:
         said.append(f"Single elements move by {granule} (sync.granule), so that servers have even shares.")
