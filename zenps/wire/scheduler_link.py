@@ -34,6 +34,7 @@ from .scheduler_messages import (
     Refused,
     Register,
     SharedView,
+    Stop,
     ToScheduler,
     View,
     WhoAreYou,
@@ -143,6 +144,12 @@ class SchedulerLink:
                         return message
                     case Refused(kind=kind, reason=reason):
                         raise _REFUSALS[kind](reason)
+                    case Stop():
+                        self.leave()
+                        raise UsageError(
+                            "this job has ended: its workers had left before this server came, and no others "
+                            "have joined; start a scheduler for the next job, and this server again"
+                        )
                     case HeartbeatReply(joining=joining):
                         is_joining = joining > 0
         if is_joining:
