@@ -119,10 +119,15 @@ class SchedulerLink:
         self.registration = Registration(register)
         self.send(register)
         began = time.monotonic()
-        until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        patience_seconds = self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         is_joining = is_silence_logged = False
-        while (now := time.monotonic()) < until:
+        while True:
             TERMINATION.check()
+            # A scheduler that answers says itself when the time is over: workers may join again much later.
+            since = began if is_joining else max(began, self._heard)
+            left_seconds = since + patience_seconds - (now := time.monotonic())
+            if left_seconds <= 0:
+                break
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
             is_silent = self._heard <= began and now > began + self._cluster.lease_seconds
@@ -136,7 +141,7 @@ class SchedulerLink:
             if is_silent and not is_silence_logged:
                 is_silence_logged = True
                 logger.warning("%s", self._silence(self._cluster.lease_seconds))
-            self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
+            self._handshakes.wait(min(left_seconds, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
                 match message:

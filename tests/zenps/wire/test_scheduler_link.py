@@ -214,6 +214,26 @@ def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         link.socket.close(linger=0)
 
 
+def test_a_node_waits_for_its_first_view_as_long_as_the_scheduler_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.5)
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=0.4, rendezvous_seconds=0.5)
+        link = SchedulerLink(ctx, cluster, "server")
+        joined: list[View] = []
+        joining = threading.Thread(target=lambda: joined.append(link.join(registration())))
+        joining.start()
+        answer, until = encode("job", HeartbeatReply()), time.monotonic() + 2.5
+        while time.monotonic() < until and router.poll(WAIT_MS):
+            router.send_multipart([router.recv_multipart()[0], answer])
+        router.send_multipart([link.identity, encode("job", VIEW)])
+        joining.join(WAIT_MS / 1000)
+        link.socket.close(linger=0)
+    assert joined == [VIEW]
+
+
 def test_what_listens_there_may_be_no_scheduler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
