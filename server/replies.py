@@ -122,13 +122,15 @@ class ReplySender:
         return encode(self._job, message, frames)
 
     def _drop(self, peer: bytes, route: bytes, reason: str) -> None:
-        """Stops serving a worker that does not read: frees its send queue, and cuts its connection."""
+        """Stops serving a worker that does not read: frees its send queue, and cuts its connection.
+
+        It may have answers that it has not read yet: what it was lent stays until its process has ended.
+        """
         name = self._workers.name_of(peer)
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
         self._send_queue.forget(route)
-        self._shared_memory.forget(peer)
         # Those of others may have the descriptor that an earlier one of this peer had.
         for descriptor in [each for each, heard in self.heard_on.items() if heard == peer]:
             del self.heard_on[descriptor]

@@ -142,7 +142,7 @@ class Recovery:
     def _learn(self, view: View) -> None:
         """Follows the newest view: nodes that returned with an older one may be members no more."""
         known = self._views.get(view.origin)
-        if known is None or view.epoch > known.epoch:
+        if known is None or view.epoch > known.epoch or _is_fuller(view, known):
             self._views[view.origin] = view
         newest = self._likeliest()
         if newest is self.newest:
@@ -192,6 +192,12 @@ class Recovery:
 def _workers_of(view: View) -> list[Member]:
     """The workers of a view that had not left."""
     return [worker for worker in view.workers if worker.rank not in view.left]
+
+
+def _is_fuller(view: View, known: View) -> bool:
+    """Returns whether a server's view comes after a worker's, which is the same but for identities."""
+    is_same = (view.epoch, view.incarnation) == (known.epoch, known.incarnation)
+    return is_same and any(w.identity for w in view.workers) > any(w.identity for w in known.workers)
 
 
 def _process(node: Member | Register) -> tuple[Role, str, int, str]:

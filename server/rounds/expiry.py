@@ -10,13 +10,19 @@ from .states import ServerRound
 # How long a reopened round waits for the other ranks, which answer ``wanted`` every 5 s. If its push was only
 # a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
-# How long a resumed round waits for its first push. A rank that has given the round up answers ``resume`` by
-# ``give-up``; this limit is for lost messages. A later push opens the round again.
+# How long a resumed round waits for its first push while no push of any round comes: on a slow link it may be
+# queued behind many. A rank that has given the round up answers ``resume`` by ``give-up``; this limit is for
+# lost messages. A later push opens the round again.
 RESUMED_SECONDS = 15.0
 
 
 def ending(
-    round_: ServerRound, peers: Set[int], passed: Set[int], age_seconds: float, deadline_seconds: float
+    round_: ServerRound,
+    peers: Set[int],
+    passed: Set[int],
+    age_seconds: float,
+    quiet_seconds: float,
+    deadline_seconds: float,
 ) -> Literal["nobody left", "given up", "deadline"] | None:
     """Returns how a round ends now; None if it goes on waiting.
 
@@ -27,9 +33,12 @@ def ending(
     Args:
         peers: the ranks that every round waits for.
         passed: those of them that have ended this step (:meth:`.history.History.has_passed`).
+        age_seconds: how long the round has been open.
+        quiet_seconds: how much of that has passed since the last push of any round came.
+        deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = peers - passed and age_seconds <= RESUMED_SECONDS
+        is_wanted = peers - passed and quiet_seconds <= RESUMED_SECONDS
         return None if is_wanted else "nobody left"
     if round_.held.keys() <= passed:
         return "nobody left"

@@ -8,6 +8,7 @@ the new ring what they still need.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
@@ -55,6 +56,8 @@ class ServerRounds:
         self._open: dict[Key, ServerRound] = {}
         self._history = History()
         self._admission = Admission(budget_bytes, self._history)
+        self._last_push = -math.inf
+        """When a push came last, of any round."""
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -119,6 +122,7 @@ class ServerRounds:
             got = f"push of rank {listing(push.ranks)} for epoch {push.ring_epoch}"
             expected = f"expected one of {len(self._peers)} workers and epoch {self._epoch}"
             raise ProtocolError("unexpected", f"{got}, {expected}")
+        self._last_push = now
         key = Key(self._history.shared(push.tensor), push.step, push.chunk)
         # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
         last = self._history.last(key)
@@ -290,7 +294,8 @@ class ServerRounds:
     def _expire(self, round_: ServerRound, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete."""
         key, passed = round_.key, self._history.passed(round_.key, self._peers)
-        match ending(round_, self._peers.keys(), passed, now - round_.opened, self._deadline_seconds):
+        age, quiet = now - round_.opened, now - max(round_.opened, self._last_push)
+        match ending(round_, self._peers.keys(), passed, age, quiet, self._deadline_seconds):
             case "nobody left":
                 return self._cancel(round_, now)
             case "given up":

@@ -92,6 +92,22 @@ def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
         cluster.drain()
 
 
+def leave() -> None:
+    zps.init()
+    zps.shutdown()
+
+
+def test_a_server_that_came_when_all_workers_had_left_ends_with_the_job() -> None:
+    with Cluster(1, 1, {"cluster.rejoin_seconds": 5}) as cluster:
+        cluster.start(leave, init=False).result()
+        cluster.await_state("draining")
+        late = cluster.add_server()
+        assert late.wait() == 1
+        assert "UsageError: this job has ended" in late.log
+        cluster.servers.remove(late)
+        cluster.drain()
+
+
 def leave_and_wait(until: Path) -> None:
     zps.init()
     zps.shutdown()

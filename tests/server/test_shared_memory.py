@@ -9,17 +9,23 @@ import socket as net
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry
 
+from tests.server.test_replies import Stalled
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
 from zenps.finalizers import run_finalizers
+from zenps.observe.metrics import ServerMetrics
+from zenps.observe.trace import OFF
+from zenps.server.replies import ReplySender
 from zenps.server.shared_memory import SharedMemoryPeers
+from zenps.server.workers import Workers
 from zenps.wire.messages import Hello
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import server_name
@@ -417,3 +423,14 @@ def test_without_its_name_a_server_serves_all_the_same(
     second.attend()
     assert second.find(PEER, [give(second)]) is None
     second.close()
+
+
+def test_a_worker_that_is_dropped_may_still_read_what_it_was_lent(both: Both) -> None:
+    """Perhaps it was stopped, with answers that it has received and not read."""
+    stalled: Any = Stalled(PEER + b"-secret")
+    counters = ServerMetrics(CollectorRegistry())
+    replies = ReplySender("job", "box:1", stalled, stalled, both.server, Workers(), counters, OFF)
+    taken = hand_over(both, give(both.server))
+    replies.drop_stalled()
+    assert both.server.pool.allocate(len(VALUES)).fill_(0).count_nonzero() == 0
+    assert taken == VALUES

@@ -204,12 +204,13 @@ class WorkerRounds:
             return [SendGiveUp(server, GiveUp(self._ring_epoch, message.tensor, message.step))]
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
+        # On a slow link a whole round may take longer than one interval, so each answer restarts it. A result
+        # resets the interval, too: after several doublings a lost push would be repeated too late.
+        if isinstance(message, Result):
+            round_.repeat_seconds = REPEAT_SECONDS
+        round_.repeat_at = now + round_.repeat_seconds
         match message:
             case Result():
-                # On a slow link a whole round may take longer than one interval, so each answer restarts it.
-                # The interval is reset, too: after several doublings a lost push would be repeated too late.
-                round_.repeat_seconds = REPEAT_SECONDS
-                round_.repeat_at = now + REPEAT_SECONDS
                 return self._on_result(round_, server, message, frames)
             case Failure(kind=kind, reason=reason):
                 return self._fail_and_tell(round_, _FAILURES[kind](reason))

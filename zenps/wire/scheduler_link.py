@@ -34,6 +34,7 @@ from .scheduler_messages import (
     Refused,
     Register,
     SharedView,
+    Stop,
     ToScheduler,
     View,
     WhoAreYou,
@@ -118,10 +119,15 @@ class SchedulerLink:
         self.registration = Registration(register)
         self.send(register)
         began = time.monotonic()
-        until = began + self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        patience_seconds = self._cluster.rendezvous_seconds + PATIENCE_SECONDS
         is_joining = is_silence_logged = False
-        while (now := time.monotonic()) < until:
+        while True:
             TERMINATION.check()
+            # A scheduler that answers says itself when the time is over: workers may join again much later.
+            since = began if is_joining else max(began, self._heard)
+            left_seconds = since + patience_seconds - (now := time.monotonic())
+            if left_seconds <= 0:
+                break
             if self.is_beat_due(now):
                 self.beat(now, epoch=0, load={})
             is_silent = self._heard <= began and now > began + self._cluster.lease_seconds
@@ -135,7 +141,7 @@ class SchedulerLink:
             if is_silent and not is_silence_logged:
                 is_silence_logged = True
                 logger.warning("%s", self._silence(self._cluster.lease_seconds))
-            self._handshakes.wait(min(until - now, self.seconds_to_beat(now)))
+            self._handshakes.wait(min(left_seconds, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
                 match message:
@@ -143,6 +149,12 @@ class SchedulerLink:
                         return message
                     case Refused(kind=kind, reason=reason):
                         raise _REFUSALS[kind](reason)
+                    case Stop():
+                        self.leave()
+                        raise UsageError(
+                            "this job has ended: its workers had left before this server came, and no others "
+                            "have joined; start a scheduler for the next job, and this server again"
+                        )
                     case HeartbeatReply(joining=joining):
                         is_joining = joining > 0
         if is_joining:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import pytest
@@ -167,6 +168,24 @@ def test_workers_in_containers_of_one_host_are_known_by_their_ranks() -> None:
     assert nodes.come(after, [worker(1), server(0), worker(0), server(1)]) == []
     assert (after.state, after.epoch) == ("running", 1)
     assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize("new_comes_at", range(4))
+@pytest.mark.parametrize("members", [*itertools.permutations([worker(0), server(0), server(1)])])
+def test_a_worker_that_was_started_again_meanwhile_does_not_return(
+    members: Sequence[bytes], new_comes_at: int
+) -> None:
+    """As in a container: its process number is that of before, and it has lost its state."""
+    nodes, after = Nodes(), make_membership()
+    again, message = b"worker-1-again", nodes.registers[worker(1)]
+    nodes.come(after, members[:new_comes_at])
+    after.on_message(again, message, 0.0)
+    nodes.come(after, members[new_comes_at:])
+    if WhoAreYou() in to(after.on_message(again, Heartbeat(0, {}), 1.0), again):
+        after.on_message(again, message, 1.0)
+    assert (after.state, after.name_of(again)) == ("recovering", "")
+    nodes.come(after, [worker(1)])
+    assert (after.state, after.name_of(worker(1))) == ("running", "worker-1")
 
 
 def test_a_worker_does_not_return_as_another_whose_process_it_claims_to_be() -> None:

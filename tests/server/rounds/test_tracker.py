@@ -841,6 +841,20 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) == []
 
 
+def test_a_round_keeps_its_room_while_pushes_come_for_its_own_may_be_behind_them() -> None:
+    rounds = make_rounds(2, 10_000)
+    offer_a_round(rounds, KEY)
+    for now in (0.0, 14.0, 28.0):
+        for rank in (1, 0):
+            actions = rounds.on_push(make_held(rank, Key("before", int(now), 0)), now)
+        finish(rounds, Key("before", int(now), 0), FixedOutcome(Key("before", int(now), 0)))
+        assert isinstance(actions[-1], Reduce)
+        rounds.on_tick(now + 14.0)
+        assert rounds.open_rounds == 1
+    rounds.on_tick(43.5)
+    assert rounds.open_rounds == 0
+
+
 def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
     rounds = make_rounds(2, budget_bytes=1)
     other = Key("b", 0, 0)

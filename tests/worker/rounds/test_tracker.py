@@ -368,6 +368,21 @@ def test_an_answer_puts_off_what_is_lost_no_longer_than_at_first() -> None:
     assert len(rounds.on_tick(answered_at + REPEAT_SECONDS + 1)) == 2
 
 
+@pytest.mark.parametrize("kind", [Busy, Resume, Resend])
+def test_a_push_that_a_server_has_asked_for_again_is_not_repeated_at_once(
+    kind: type[Busy] | type[Resume] | type[Resend],
+) -> None:
+    """On a slow link it was on its way for long, and may still be queued."""
+    rounds, round_ = make_rounds(deadline_seconds=math.inf), make_round()
+    rounds.submit(round_, 0.0)
+    asked_at = REPEAT_SECONDS - 1
+    rounds.on_reply(0, kind(1, "t", 0, 1), (), asked_at)
+    assert rounds.on_tick(asked_at + REPEAT_SECONDS) == []
+    assert len(rounds.on_tick(asked_at + REPEAT_SECONDS + 1)) == 3
+    rounds.on_reply(0, kind(1, "t", 0, 1), (), asked_at + REPEAT_SECONDS + 1)
+    assert rounds.on_tick(asked_at + 3 * REPEAT_SECONDS) == [], "the interval has doubled, and stays so"
+
+
 @pytest.mark.parametrize("kind", [Resume, Resend])
 def test_one_push_is_not_repeated_for_ever(kind: type[Resume] | type[Resend]) -> None:
     rounds, round_, other = make_rounds(), make_round(), make_round("other")

@@ -21,6 +21,7 @@ from zenps.wire.scheduler_messages import (
     Departed,
     FromScheduler,
     HeartbeatReply,
+    Leave,
     Member,
     Refused,
     Register,
@@ -94,6 +95,30 @@ def test_what_follows_the_view_is_not_lost() -> None:
 def test_a_rendezvous_that_fails(message: FromScheduler, error: type[ZenPSError]) -> None:
     with scheduler_that_answers(messages(message)) as link, pytest.raises(error, match=r"^why$"):
         link.join(registration())
+
+
+def test_a_server_that_is_stopped_before_its_first_view_leaves_and_says_why() -> None:
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        link = SchedulerLink(ctx, ClusterConfig(scheduler=address, job="job"), "server")
+        errors: list[UsageError] = []
+
+        def join() -> None:
+            with pytest.raises(UsageError, match="this job has ended: its workers had left") as raised:
+                link.join(registration())
+            errors.append(raised.value)
+
+        joining = threading.Thread(target=join)
+        joining.start()
+        heard: list[ToScheduler] = []
+        while not heard or heard[-1] != Leave():
+            assert router.poll(WAIT_MS)
+            peer, envelope = router.recv_multipart()
+            heard.append(Decoder("job", ToScheduler).decode(envelope))
+            if isinstance(heard[-1], Register):
+                router.send_multipart([peer, encode("job", Stop())])
+        joining.join(WAIT_MS / 1000)
+    assert len(errors) == 1
 
 
 def test_a_node_follows_the_scheduler_that_asked_it_last() -> None:
@@ -187,6 +212,26 @@ def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DeadlineError, match=expected):
             link.join(registration())
         link.socket.close(linger=0)
+
+
+def test_a_node_waits_for_its_first_view_as_long_as_the_scheduler_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.5)
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=0.4, rendezvous_seconds=0.5)
+        link = SchedulerLink(ctx, cluster, "server")
+        joined: list[View] = []
+        joining = threading.Thread(target=lambda: joined.append(link.join(registration())))
+        joining.start()
+        answer, until = encode("job", HeartbeatReply()), time.monotonic() + 2.5
+        while time.monotonic() < until and router.poll(WAIT_MS):
+            router.send_multipart([router.recv_multipart()[0], answer])
+        router.send_multipart([link.identity, encode("job", VIEW)])
+        joining.join(WAIT_MS / 1000)
+        link.socket.close(linger=0)
+    assert joined == [VIEW]
 
 
 def test_what_listens_there_may_be_no_scheduler(
