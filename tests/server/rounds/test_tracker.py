@@ -619,6 +619,20 @@ def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_ra
     assert resume == Reply([peer_of(0)], Resume(1, *refused))
 
 
+def test_a_new_ring_forgets_what_was_refused_and_who_is_beyond_the_allowance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 1)
+    rounds = make_rounds(2, 10_000)
+    for ring in (1, 2):
+        assert rounds.on_view(ring, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0) == []
+        assert rounds.on_tick(0.0) == []
+        for number in range(4):
+            key = Key(f"t{number}", 0, 0)
+            busy = [Reply([peer_of(0)], Busy(ring, *key))] if number == 3 else []
+            assert rounds.on_push(make_held(0, key, BUSY_SIZE, again=True, ring_epoch=ring), 0.0) == busy
+
+
 def test_a_rank_cannot_fill_a_server_by_pushing_again() -> None:
     rounds = make_rounds(2, 10_000)
     for number in range(1000):
