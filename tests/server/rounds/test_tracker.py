@@ -792,6 +792,15 @@ def test_old_results_go_before_a_push_is_refused() -> None:
     assert rounds.held_bytes == ROUND_BYTES + 2 * BUSY_SIZE
 
 
+def test_old_results_go_also_for_a_round_beside_an_open_one() -> None:
+    rounds = make_rounds(2, 10_000)
+    complete(rounds, KEY, [0, 1], (memoryview(bytes(3000)),))
+    for name in "bc":
+        assert push_all(rounds, Key(name, 0, 0), [0], 1000) == []
+    assert rounds.held_bytes == 2 * (ROUND_BYTES + 2000)
+    assert rounds._history.forgotten(KEY) is not None
+
+
 def test_empty_results_count_too() -> None:
     rounds = make_rounds(1, budget_bytes=10 * ROUND_BYTES)
     for number in range(100):
@@ -881,6 +890,19 @@ def test_refusals_are_counted_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> 
     assert isinstance(reduce, Reduce)
     finish(rounds, reduce.key, FixedOutcome(reduce.key))
     assert rounds.on_push(make_held(0, Key("one more", 0, 1)), 0.0) == []
+
+
+def test_refusals_of_rounds_that_have_opened_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 1)
+    rounds = make_rounds(2, 10_000)
+    for step in range(3):
+        first, second = Key("first", step, 0), Key("second", step, 0)
+        assert rounds.on_push(make_held(0, first, BUSY_SIZE), 0.0) == []
+        assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
+        for key, ranks in ((first, [1]), (second, [0, 1])):
+            (reduce,) = push_all(rounds, key, ranks, BUSY_SIZE)
+            assert isinstance(reduce, Reduce)
+            finish(rounds, key, FixedOutcome(key))
 
 
 def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
@@ -1120,6 +1142,16 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
     ]
     outcome = FixedOutcome(action.key)
     assert [len(reply.peers) for reply in finish(rounds, action.key, outcome)] == [2]
+
+
+def test_all_fragments_of_an_answer_go_to_all_ranks() -> None:
+    rounds = make_rounds(2)
+    (reduce,) = push_all(rounds, KEY, [0, 1])
+    assert isinstance(reduce, Reduce)
+    parts = [structs.replace(result_of(KEY), fragment=number, fragments=3) for number in range(3)]
+    outcome = FixedOutcome(KEY)
+    outcome._answer = Answer(parts[0], (), [Answer(part, ()) for part in parts[1:]])
+    assert finish(rounds, KEY, outcome) == [Reply([peer_of(0), peer_of(1)], part) for part in parts]
 
 
 def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
