@@ -274,7 +274,6 @@ class WorkerRounds:
 
     def _push(self, round_: Round, now: float) -> list[Action]:
         actions: list[Action] = []
-        round_.unanswered = {}
         for out in round_.outgoing:
             round_.unanswered[out.server, out.push.chunk] = out
             actions.append(SendPush(out))
@@ -300,10 +299,10 @@ class WorkerRounds:
                 actions.append(Reshard(round_))
         if round_ is None or now < round_.sent_again.get(chunk, -math.inf) + ASKED_SECONDS:
             return actions
-        if round_.state == "resharding" or (round_.state == "pushed" and chunk in round_.unanswered):
+        if round_.state == "pushed" and chunk in round_.unanswered:
             return actions
         round_.sent_again[chunk] = now
-        # A round that is being resharded pushes its wanted chunks afterwards.
+        # A round that is being resharded pushes its wanted chunks afterwards, or all of its chunks.
         return actions if round_.ring_epoch != self._ring_epoch else self._push_wanted(round_, {chunk}, now)
 
     def _push_wanted(self, round_: Round, chunks: Set[tuple[int, int]], now: float) -> list[Action]:

@@ -345,6 +345,21 @@ def test_a_joining_worker_waits_for_the_restarted_scheduler(view: View) -> None:
     assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[JOINING]) == [0, 1, 2]
 
 
+def test_workers_that_have_joined_again_continue_without_one_as_the_first_did() -> None:
+    membership = make_running(rejoin_seconds=30.0)
+    for peer in WORKERS:
+        membership.on_message(peer, Leave(), 1.0)
+    again = [b"again-%d" % rank for rank in range(3)]
+    for rank, peer in enumerate(again):
+        membership.on_message(peer, register("worker", rank, pid=70 + rank), 2.0)
+    confirm(membership, 2.0)
+    beat(membership, again, 2.0)
+    assert membership.state == "running"
+    beat(membership, (*again[:2], *SERVERS), LATE)
+    membership.on_tick(2.0 + LOST)
+    assert (membership.failure, membership.live("worker")) == ("", 2)
+
+
 @pytest.mark.parametrize("all_came", [True, False])
 def test_a_worker_that_left_joins_the_others_or_again_with_them(all_came: bool) -> None:
     """Whether the others go on is known by the barrier before they leave."""

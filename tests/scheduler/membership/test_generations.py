@@ -318,8 +318,8 @@ def test_workers_that_have_left_join_again() -> None:
 def test_servers_stop_when_no_worker_joins_again_in_time() -> None:
     membership, _ = all_left()
     for now in range(5, 1 + int(REJOIN_SECONDS), 5):
-        keep_alive(membership, float(now), [server(0), server(1)])
-        assert sent(membership.on_tick(float(now)), Stop) == {}
+        sends = confirm(membership, [server(0), server(1)], now=float(now))
+        assert sent([*sends, *membership.on_tick(float(now))], Stop) == {}
     sends = membership.on_tick(1.1 + REJOIN_SECONDS)
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
     refused = only(membership.on_message(b"late", register("worker", 0), 42.0), b"late")

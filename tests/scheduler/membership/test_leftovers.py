@@ -105,14 +105,20 @@ def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_t
 def test_new_nodes_begin_when_the_old_job_cannot_go_on(worker_returns: bool) -> None:
     """They are not all there yet. A job that has lost a worker would fail anyway."""
     before, after = Nodes(), make_membership()
-    before.come(after, [server(0), worker(0)] if worker_returns else [server(0)])
+    returning = [server(0), server(1), worker(0)] if worker_returns else [server(0)]
+    before.come(after, returning)
     early = [worker(10), worker(11), server(10)]
     assert come(after, early) == []
-    keep_alive(after, ENOUGH_SECONDS - 1, [server(0), worker(0)])
+    keep_alive(after, ENOUGH_SECONDS - 1, returning)
     assert come(after, early, ENOUGH_SECONDS - 1) == []
     sends = after.on_tick(ENOUGH_SECONDS)
     assert after.state == "gathering"
-    assert sent(sends, Refused).keys() == ({server(0), worker(0)} if worker_returns else {server(0)})
+    refused = sent(sends, Refused)
+    assert refused.keys() == set(returning)
+    gone = (
+        f"of which worker {1 if worker_returns else 0} (host box, pid {1 if worker_returns else 0}) is lost"
+    )
+    assert all(gone in refusal.reason for refusal in refused.values())
     assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
 
 

@@ -184,6 +184,21 @@ def test_status_shows_every_node() -> None:
     assert (last.load, last.epoch, last.silent_seconds, last.pid) == ({"rounds": 3.0}, 1, 2.0, 1)
 
 
+def test_the_step_is_that_of_a_worker_and_a_number() -> None:
+    membership = running()
+    assert membership.step is None
+    for peer, load, step in (
+        (worker(0), {"step": 7.0}, 7),
+        (server(0), {"step": 9.0}, 7),
+        (worker(1), {"step": float("nan")}, 7),
+        (worker(1), {"step": float("inf")}, 7),
+        (worker(1), {}, 7),
+        (worker(1), {"step": 0.0}, 0),
+    ):
+        membership.on_message(peer, Heartbeat(1, load), 1.0)
+        assert membership.step == step
+
+
 def test_epochs_from_the_future_are_ignored() -> None:
     membership = running()
     membership.on_message(worker(0), Heartbeat(10, {}), 1.0)

@@ -428,6 +428,21 @@ def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
     finish(rounds, later, FixedOutcome(later, frames))
     assert rounds.held_bytes == kept
     assert rounds.on_push(make_held(1, KEY), 0.0) == []
+    assert rounds.duplicates == 2
+
+
+def test_a_new_ring_forgets_what_was_pushed_under_the_one_before() -> None:
+    rounds = make_rounds(2)
+    ended = KEY._replace(tensor="ended")
+    complete(rounds, ended, [0, 1])
+    rounds.on_push(make_held(0, KEY), 0.0)
+    assert rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0) == []
+    assert (rounds.open_rounds, rounds.used_bytes) == (0, 0)
+    for key in (KEY, ended):
+        assert rounds.on_push(make_held(1, key, ring_epoch=2), 0.0) == []
+        (reduce,) = rounds.on_push(make_held(0, key, ring_epoch=2), 0.0)
+        assert isinstance(reduce, Reduce)
+        assert [held.push.ring_epoch for held in reduce.pushes] == [2, 2]
 
 
 def test_a_failure_is_repeated_to_a_rank_that_asks_again() -> None:
@@ -604,6 +619,20 @@ def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_ra
     assert resume == Reply([peer_of(0)], Resume(1, *refused))
 
 
+def test_a_new_ring_forgets_what_was_refused_and_who_is_beyond_the_allowance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 1)
+    rounds = make_rounds(2, 10_000)
+    for ring in (1, 2):
+        assert rounds.on_view(ring, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0) == []
+        assert rounds.on_tick(0.0) == []
+        for number in range(4):
+            key = Key(f"t{number}", 0, 0)
+            busy = [Reply([peer_of(0)], Busy(ring, *key))] if number == 3 else []
+            assert rounds.on_push(make_held(0, key, BUSY_SIZE, again=True, ring_epoch=ring), 0.0) == busy
+
+
 def test_a_rank_cannot_fill_a_server_by_pushing_again() -> None:
     rounds = make_rounds(2, 10_000)
     for number in range(1000):
@@ -618,6 +647,9 @@ def test_a_recovery_round_does_not_wait_behind_others_for_room() -> None:
         rounds.on_push(make_held(0, key, BUSY_SIZE, again=True), 0.0)
     assert rounds.on_push(make_held(0, plain, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *plain))]
     busy = [Reply([peer_of(0)], Busy(1, *last))]
+    assert rounds.on_push(make_held(0, last, BUSY_SIZE, again=True), 0.0) == busy
+    # A rank that has given it up may push it again: it may have had the result.
+    assert rounds.on_give_up(1, GiveUp(1, "last", 0), 0.0) == []
     assert rounds.on_push(make_held(0, last, BUSY_SIZE, again=True), 0.0) == busy
     rounds.on_push(make_held(1, KEY, BUSY_SIZE, again=True), 0.0)
     _, resume = finish(rounds, KEY, FixedOutcome(KEY))
@@ -666,6 +698,16 @@ def test_a_round_that_is_given_up_is_offered_to_nobody() -> None:
     assert resume == Reply([peer_of(0)], Resume(1, "b", 0, 0))
     assert rounds.on_give_up(0, GiveUp(1, "b", 0), 0.0) == []
     assert rounds.open_rounds == 1, "rank 1 may still push it"
+
+
+def test_a_refused_round_that_another_rank_gives_up_fails() -> None:
+    rounds = make_rounds(2, 10_000)
+    rounds.on_push(make_held(0, Key("first", 0, 0), BUSY_SIZE), 0.0)
+    for key in (KEY, KEY._replace(step=1), Key("b", 0, 0)):
+        assert rounds.on_push(make_held(0, key, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *key))]
+    assert rounds.on_give_up(1, GiveUp(1, "b", 0), 0.0) == [
+        Reply([peer_of(0)], Failure(1, "b", 0, 0, "mismatch", f"tensor 'b', step 0: {GIVEN_UP}"), ends=True)
+    ]
 
 
 def test_a_rank_that_gives_a_round_up_ends_it_for_all_at_once() -> None:
@@ -748,6 +790,15 @@ def test_old_results_go_before_a_push_is_refused() -> None:
     complete(rounds, KEY, [0, 1], (memoryview(bytes(5000)),))
     assert push_all(rounds, Key("b", 0, 0), [0], BUSY_SIZE) == []
     assert rounds.held_bytes == ROUND_BYTES + 2 * BUSY_SIZE
+
+
+def test_old_results_go_also_for_a_round_beside_an_open_one() -> None:
+    rounds = make_rounds(2, 10_000)
+    complete(rounds, KEY, [0, 1], (memoryview(bytes(3000)),))
+    for name in "bc":
+        assert push_all(rounds, Key(name, 0, 0), [0], 1000) == []
+    assert rounds.held_bytes == 2 * (ROUND_BYTES + 2000)
+    assert rounds._history.forgotten(KEY) is not None
 
 
 def test_empty_results_count_too() -> None:
@@ -853,6 +904,19 @@ def test_a_round_keeps_its_room_while_pushes_come_for_its_own_may_be_behind_them
         assert rounds.open_rounds == 1
     rounds.on_tick(43.5)
     assert rounds.open_rounds == 0
+
+
+def test_refusals_of_rounds_that_have_opened_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 1)
+    rounds = make_rounds(2, 10_000)
+    for step in range(3):
+        first, second = Key("first", step, 0), Key("second", step, 0)
+        assert rounds.on_push(make_held(0, first, BUSY_SIZE), 0.0) == []
+        assert rounds.on_push(make_held(0, second, BUSY_SIZE), 0.0) == [Reply([peer_of(0)], Busy(1, *second))]
+        for key, ranks in ((first, [1]), (second, [0, 1])):
+            (reduce,) = push_all(rounds, key, ranks, BUSY_SIZE)
+            assert isinstance(reduce, Reduce)
+            finish(rounds, key, FixedOutcome(key))
 
 
 def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
@@ -1004,6 +1068,14 @@ def test_ranks_are_asked_ever_more_seldom() -> None:
     assert asked == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 47.5, 63.5]
 
 
+def test_a_round_that_one_rank_pushes_again_is_a_recovery_round_for_all() -> None:
+    rounds = make_rounds(3)
+    rounds.on_push(make_held(0, KEY), 0.0)
+    assert rounds.on_tick(1.0) == []
+    rounds.on_push(make_held(1, KEY, again=True), 1.0)
+    assert rounds.on_tick(1.0) == [Reply([peer_of(2)], Wanted(1, *KEY))]
+
+
 def test_a_push_that_is_refused_costs_no_outcome() -> None:
     rounds = make_rounds(2, 10_000)
     complete(rounds, KEY, [0, 1])
@@ -1086,6 +1158,16 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
     assert [len(reply.peers) for reply in finish(rounds, action.key, outcome)] == [2]
 
 
+def test_all_fragments_of_an_answer_go_to_all_ranks() -> None:
+    rounds = make_rounds(2)
+    (reduce,) = push_all(rounds, KEY, [0, 1])
+    assert isinstance(reduce, Reduce)
+    parts = [structs.replace(result_of(KEY), fragment=number, fragments=3) for number in range(3)]
+    outcome = FixedOutcome(KEY)
+    outcome._answer = Answer(parts[0], (), [Answer(part, ()) for part in parts[1:]])
+    assert finish(rounds, KEY, outcome) == [Reply([peer_of(0), peer_of(1)], part) for part in parts]
+
+
 def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
     rounds = make_rounds(2)
     actions = [
@@ -1097,6 +1179,13 @@ def test_a_rank_that_repeats_all_fragments_gets_one_answer() -> None:
     again = [action for part in range(3) for action in push_fragment(rounds, 0, part)]
     assert again == [Reply([peer_of(0)], result_of(action.key))]
     assert rounds.duplicates == 3
+
+
+def test_nobody_stands_for_a_rank_whose_push_has_come_in_part() -> None:
+    rounds = make_rounds(2)
+    push_fragment(rounds, 1, 0)
+    with pytest.raises(ProtocolError, match=re.escape("push of rank 0 for rank(s) 1, whose push is there")):
+        rounds.on_push(make_held(0, KEY, stands_for=(1,)), 0.0)
 
 
 def test_ranks_that_disagree_are_named_once_each() -> None:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ProtocolError, UsageError, ZenPSError
+from zenps.errors import (
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    TensorError,
+    UsageError,
+    ZenPSError,
+)
 from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Push, Resend, Result, Resume, Wanted
 from zenps.wire.scheduler_messages import Member
 from zenps.worker.rounds.states import (
@@ -119,6 +127,13 @@ def test_a_round_that_nobody_waits_for_is_given_up_once() -> None:
     assert rounds.on_tick(6.0) == []
 
 
+def test_all_servers_hear_of_a_round_that_this_rank_will_not_begin() -> None:
+    rounds = make_rounds()
+    assert rounds.give_up_ahead("t", 3) == [SendGiveUp(server, GiveUp(1, "t", 3)) for server in (0, 1)]
+    rounds.on_lost(PeerLostError("gone"))
+    assert rounds.give_up_ahead("t", 4) == []
+
+
 def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
@@ -131,7 +146,13 @@ def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("mismatch", MismatchError), ("deadline", DeadlineError), ("lost", PeerLostError)]
+    ("kind", "error"),
+    [
+        ("mismatch", MismatchError),
+        ("deadline", DeadlineError),
+        ("lost", PeerLostError),
+        ("size", TensorError),
+    ],
 )
 def test_one_failure_ends_the_whole_round(kind: str, error: type[ZenPSError]) -> None:
     rounds, round_, other = make_rounds(), make_round(), make_round("other")
@@ -341,6 +362,7 @@ def test_a_damaged_push_and_a_damaged_answer_repeat_the_push() -> None:
     assert rounds.on_corrupted(0, result(round_, 1)) == []
     assert rounds.on_corrupted(0, Result(1, "t", 5, 1, 2, "coo")) == []
     assert rounds.on_corrupted(1, result(round_, 7)) == []
+    assert rounds.on_corrupted(0, structs.replace(result(round_, 0), ring_epoch=0)) == []
 
 
 def test_what_stays_unanswered_is_repeated_ever_more_seldom_but_not_while_answers_come() -> None:
@@ -366,6 +388,7 @@ def test_an_answer_puts_off_what_is_lost_no_longer_than_at_first() -> None:
     rounds.on_reply(0, result(round_, 0), FRAMES, answered_at)
     assert rounds.on_tick(answered_at + REPEAT_SECONDS) == []
     assert len(rounds.on_tick(answered_at + REPEAT_SECONDS + 1)) == 2
+    assert len(rounds.on_tick(answered_at + 3 * REPEAT_SECONDS + 2)) == 2
 
 
 @pytest.mark.parametrize("kind", [Busy, Resume, Resend])
@@ -481,6 +504,35 @@ def test_under_a_new_ring_what_is_in_flight_is_resharded() -> None:
     assert worker.rounds.in_flight == 0
 
 
+def test_under_a_new_ring_a_push_may_be_repeated_and_lost_as_often_as_at_first() -> None:
+    worker = Recovering()
+    worker.rounds = WorkerRounds(math.inf)
+    worker.view(1)
+    round_ = worker.submit()
+    assert worker.rounds.on_tick(REPEAT_SECONDS + 1)
+    for ring_epoch in (1, 2):
+        worker.view(ring_epoch)
+        for _ in range(MAX_REPETITIONS):
+            assert keys_of(worker.rounds.on_reply(0, Resume(ring_epoch, "t", 0, 0), (), 0.0)) == [(0, 0)]
+    assert round_.state == "pushed"
+    assert worker.rounds.on_tick(REPEAT_SECONDS + 1)
+    assert worker.rounds.on_tick(3 * REPEAT_SECONDS + 2)
+
+
+def test_a_round_that_began_with_a_worker_that_is_lost_fails_under_a_new_ring() -> None:
+    """Other ranks may have ended it with that worker's push."""
+    worker = Recovering()
+    worker.view(2, frozenset({0, 1}))
+    round_ = worker.submit()
+    assert keys_of(worker.view(3, frozenset({0, 1}))) == RESHARDED
+    assert worker.view(3, frozenset({0})) == [], "its servers have what all have pushed"
+    fail, *_ = worker.view(4, frozenset({0}))
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, PeerLostError)
+    assert "tensor 't', step 0: rank(s) 1 were lost" in str(fail.error)
+    assert (round_.state, worker.rounds.in_flight) == ("kept", 0)
+
+
 def test_a_change_of_members_alone_reshards_nothing() -> None:
     worker = Recovering()
     round_ = worker.submit()
@@ -507,8 +559,20 @@ def test_what_has_ended_is_pushed_again_if_another_rank_wants_it() -> None:
     assert keys_of(worker.want(round_)) == RESHARDED
     assert (round_.state, worker.rounds.in_flight) == ("recalled", 1)
     assert worker.want(round_) == []  # it is on its way
+    assert all(isinstance(action, SendPush) for action in worker.rounds.on_tick(1e9)), "nobody waits here"
     assert worker.answer(round_) == []  # its caller has long had them
-    assert (round_.state, worker.rounds.in_flight) == ("kept", 0)
+    assert (round_.state, worker.rounds.in_flight, worker.rounds.recalled) == ("kept", 0, 1)
+
+
+def test_what_was_recalled_and_is_lost_on_its_way_is_pushed_once_more_when_asked_for() -> None:
+    worker = Recovering()
+    round_ = worker.submit()
+    worker.answer(round_)
+    wanted, later = Wanted(1, "t", 0, 0), 3 * REPEAT_SECONDS
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later)) == [(1, 0)]
+    assert worker.rounds.on_tick(later + 1) == []
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later + ASKED_SECONDS)) == [(1, 0)]
+    assert round_.state == "recalled"
 
 
 def test_what_was_recalled_waits_to_be_wanted_again_after_another_change() -> None:
@@ -594,9 +658,21 @@ def test_a_watermark_does_not_wait_for_what_came_after_it() -> None:
     before = worker.submit("before")
     worker.rounds.on_watermark(1)
     worker.submit("after")
+    worker.rounds.on_watermark(1)  # each heartbeat's reply says it again
     worker.answer(before)
     assert worker.rounds.watermark == 1
-    worker.rounds.on_watermark(1)  # told twice
+
+
+def test_after_an_admission_steps_and_watermarks_count_anew() -> None:
+    worker = Recovering()
+    worker.rounds.on_watermark(5)
+    for step in range(3):
+        worker.answer(worker.submit(step=step))
+    assert (worker.rounds.kept, worker.rounds.watermark) == (1, 5)
+    assert worker.rounds.reset() == []
+    assert (worker.rounds.kept, worker.rounds.watermark) == (0, 0)
+    assert worker.rounds.on_reply(0, Resume(1, "t", 1, 0), (), 0.0) == [], "that has not begun yet"
+    worker.rounds.on_watermark(1)
     assert worker.rounds.watermark == 1
 
 
@@ -768,6 +844,10 @@ def test_what_is_wanted_while_it_is_resharded_comes_anyway() -> None:
     assert worker.want(round_) == []
     late = Wanted(2, "t", 0, 0)
     assert keys_of(worker.rounds.on_reply(1, late, (), ASKED_SECONDS)) == [(1, 0)]
+    worker.view(3)
+    worker.reshard(round_)
+    worker.answer(round_, [(1, 0)])
+    assert keys_of(worker.want(round_)) == [(1, 0)], "under this ring it was not asked for yet"
 
 
 def test_a_chunk_that_this_rank_lacks_is_not_waited_for() -> None:

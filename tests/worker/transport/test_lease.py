@@ -27,6 +27,7 @@ from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import PeerLostError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
+from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.scheduler_link import new_register
 from zenps.wire.scheduler_messages import (
@@ -37,13 +38,14 @@ from zenps.wire.scheduler_messages import (
     FromScheduler,
     Heartbeat,
     HeartbeatReply,
+    Leave,
     Refused,
     Register,
     ToScheduler,
     View,
 )
 from zenps.wire.sockets import bind_router
-from zenps.worker.core.pending import Pending
+from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.steps import Steps
@@ -92,6 +94,12 @@ class Rig:
             return None
         self._peer, envelope = self._router.recv_multipart()
         return Decoder("job", ToScheduler).decode(envelope)
+
+    def await_barrier(self) -> int:
+        """The number of the barrier that the worker comes to."""
+        while not isinstance(message := self.receive(DEADLINE_SECONDS), Barrier):
+            assert not isinstance(message, Leave | None)
+        return message.sequence
 
     def send(self, message: FromScheduler) -> None:
         self._router.send_multipart([self._peer, encode("job", message)])
@@ -329,6 +337,59 @@ def test_an_admission_that_was_interrupted_is_gone_on_with(rig: Rig, monkeypatch
     pool = ThreadPoolExecutor()
     pool.submit(rig.lease.admit).result(DEADLINE_SECONDS)
     pool.shutdown()
+
+
+def test_after_an_admission_barriers_count_from_1_and_older_views_are_ignored(rig: Rig) -> None:
+    admission = structs.replace(view_of(2, silent_servers([0])), admitted=2)
+    for views in ([], [admission, view_of(1, silent_servers([0]))]):
+        for view in views:
+            rig.send(view)
+        rig.send(HeartbeatReply(joining=1 + len(views)))
+        until = time.monotonic() + DEADLINE_SECONDS
+        while rig.lease.joining != 1 + len(views):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert rig.lease.view.epoch == (2 if views else 1)
+        assert rig.link.registration.barriers == 0
+        with ThreadPoolExecutor() as pool:
+            reached = pool.submit(rig.lease.barrier)
+            assert rig.await_barrier() == 1
+            rig.send(BarrierReply(1, ""))
+            reached.result(DEADLINE_SECONDS)
+        assert rig.link.registration.barriers == 1
+
+
+def test_a_worker_that_is_refused_fails_all_that_waits(rig: Rig) -> None:
+    pending = rig.push(seconds=DEADLINE_SECONDS)
+    with ThreadPoolExecutor() as pool:
+        admitted = pool.submit(rig.lease.admit)
+        while not isinstance(message := rig.receive(DEADLINE_SECONDS), Admit):
+            assert message is not None
+        rig.send(Refused("lost", "the job has failed"))
+        for wait in (pending.wait, lambda: admitted.result(DEADLINE_SECONDS), rig.lease.admit):
+            with pytest.raises(PeerLostError, match="the job has failed"):
+                wait()
+
+
+def test_a_worker_whose_scheduler_is_silent_for_too_long_fails(rig: Rig) -> None:
+    pending = rig.push(seconds=DEADLINE_SECONDS)
+    rig.link._heard = -1e9
+    with pytest.raises(PeerLostError, match=r"the scheduler at .* is lost: silent for"):
+        pending.wait()
+
+
+def test_workers_leave_together_and_are_waited_for_no_more(rig: Rig) -> None:
+    with ThreadPoolExecutor() as pool:
+        left = pool.submit(rig.lease.close, together=True)
+        assert rig.await_barrier() == LAST_BARRIER
+        rig.send(BarrierReply(LAST_BARRIER, ""))
+        while not isinstance(message := rig.receive(DEADLINE_SECONDS), Leave):
+            assert message is not None
+        left.result(DEADLINE_SECONDS)
+    assert rig.link.registration.barriers == 0, "it is not counted"
+    for wait in (rig.lease.barrier, rig.lease.admit):
+        with pytest.raises(LeftError):
+            wait()
 
 
 def test_names_of_servers_are_resolved_on_another_thread_of_libzmq(rig: Rig) -> None:

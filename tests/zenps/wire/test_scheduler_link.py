@@ -234,6 +234,29 @@ def test_a_node_waits_for_its_first_view_as_long_as_the_scheduler_answers(
     assert joined == [VIEW]
 
 
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_who_has_left_waits_a_lease_for_a_scheduler_that_says_nothing(
+    is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the job that it left, the scheduler has most likely ended, too."""
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    with context() as ctx:
+        cluster = ClusterConfig(
+            scheduler="127.0.0.1:9",
+            job="job",
+            lease_seconds=0.1,
+            rendezvous_seconds=1.0 if is_heard else 600.0,
+        )
+        link = SchedulerLink(ctx, cluster, "worker")
+        if is_heard:
+            link._heard = time.monotonic() + 0.5
+        error: type[ZenPSError] = DeadlineError if is_heard else UsageError
+        expected = "within 1 s" if is_heard else "in 0.1 s: this process has left its job before"
+        with pytest.raises(error, match=expected):
+            link.join(registration(), has_left=True)
+        link.socket.close(linger=0)
+
+
 def test_what_listens_there_may_be_no_scheduler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
