@@ -200,7 +200,8 @@ class WorkerRounds:
         if isinstance(message, Wanted):
             return self._on_wanted(server, message, now)
         round_ = self._in_flight.get((message.tensor, message.step))
-        if round_ is None and isinstance(message, Resume) and self._has_begun(message):
+        newest = self._newest.get(message.tensor, -1)
+        if round_ is None and isinstance(message, Resume) and message.step <= newest:
             return [SendGiveUp(server, GiveUp(self._ring_epoch, message.tensor, message.step))]
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
@@ -251,8 +252,11 @@ class WorkerRounds:
                 if round_.state not in AWAITED and round_.ended_after + WATERMARKS_TO_SETTLE <= watermark:
                     self._settle(key)
 
-    def on_tick(self, now: float) -> list[Action]:
-        """Fails rounds whose deadline has expired; repeats pushes that were not answered for long."""
+    def on_tick(self, now: float, behind: Set[int] = frozenset()) -> list[Action]:
+        """Fails rounds whose deadline has expired; repeats pushes that were not answered for long.
+
+        Servers in ``behind`` cannot have answered yet: this worker still has pushes for them in its queues.
+        """
         actions: list[Action] = [*self._given_up.on_tick(now)]
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
@@ -264,6 +268,8 @@ class WorkerRounds:
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"
                 error = DeadlineError(f"tensor {round_.tensor!r}, step {round_.step}: {reason}")
                 actions += self._fail_and_tell(round_, error)
+            elif any(server in behind for server, _ in round_.unanswered):
+                round_.repeat_at = now + round_.repeat_seconds
             elif now > round_.repeat_at:
                 round_.repeat_seconds *= 2
                 round_.repeat_at = now + round_.repeat_seconds
@@ -380,14 +386,10 @@ class WorkerRounds:
         told = self._give_up(round_)
         return [Fail(round_, error), *told] if is_awaited else told
 
-    def _has_begun(self, message: Resume) -> bool:
-        return message.step <= self._newest.get(message.tensor, -1)
-
     def _give_up(self, round_: Round) -> list[Action]:
         servers = {server for server, _ in round_.unanswered}
         self._end(round_, "failed")
-        message = GiveUp(self._ring_epoch, round_.tensor, round_.step)
-        return [*self._given_up.add(message, servers)]
+        return [*self._given_up.add(GiveUp(self._ring_epoch, round_.tensor, round_.step), servers)]
 
 
 def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:

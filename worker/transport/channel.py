@@ -266,7 +266,7 @@ class Channel(Waiter):
                 self._on_error(error)
 
     def _on_tick(self, now: float) -> None:
-        self._execute(self._rounds.on_tick(now))
+        self._execute(self._rounds.on_tick(now, self._servers.behind()))
         if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
             self._execute(self._rounds.on_lost(error))
         oldest = next(iter(self._pending.values()), None)

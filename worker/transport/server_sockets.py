@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
 import zmq
@@ -71,6 +71,8 @@ class ServerSockets:
         self._sockets: dict[int, tuple[Process, Socket]] = {}
         """The process of each server and the socket to it, by rank."""
         self._ranks: dict[Socket, int] = {}
+        self._last_large: dict[int, zmq.MessageTracker] = {}
+        """By server, the last frame that was sent by reference, unless libzmq is known to have sent it."""
         self._handshakes: dict[int, Handshakes] = {}
         """Monitors of the sockets' handshakes; empty without keys: then no handshake fails for good."""
 
@@ -124,7 +126,9 @@ class ServerSockets:
         if shared is not None:
             push, frames = structs.replace(push, shared=shared), frames[:-1]
         envelope = encode(self._job, push, frames)
-        send_frames(self._sockets[rank][1], [envelope], frames)
+        tracker = send_frames(self._sockets[rank][1], [envelope], frames)
+        if tracker is not None:
+            self._last_large[rank] = tracker
         shared_bytes = 0 if shared is None else shared[1]
         return len(envelope) + sum([frame.nbytes for frame in frames]) + shared_bytes, shared_bytes
 
@@ -150,6 +154,11 @@ class ServerSockets:
         if rank not in self._shared_memory:
             raise ProtocolError("payload", "values in the memory of a server that shares none")
         return self._shared_memory[rank].take(shared)
+
+    def behind(self) -> Set[int]:
+        """Returns the servers for which libzmq still has pushes queued."""
+        self._last_large = {rank: last for rank, last in self._last_large.items() if not last.done}
+        return self._last_large.keys()
 
     def has_room(self, rank: int) -> bool:
         """Returns whether a server's socket accepts another message now."""

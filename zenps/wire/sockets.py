@@ -189,16 +189,28 @@ def _receive(socket: Socket) -> tuple[zmq.Frame, list[memoryview]]:
     return first, frames
 
 
-def send_frames(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+def send_frames(
+    socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]
+) -> zmq.MessageTracker | None:
     """Sends ``prefix``, then ``frames``, each of single bytes: small ones by copy, large ones by reference.
 
     Frames sent by reference must not change until ZeroMQ drops them; pooled memory guarantees that.
+
+    Returns:
+        whether libzmq still has the last frame that is sent by reference; None if all are copied.
     """
     parts: list[bytes | memoryview] = [*prefix, *frames]
-    last = parts.pop()
+    last, tracker = parts.pop(), None
     for part in parts:
-        send_frame(socket, part, MORE, len(part) < COPY_BELOW_BYTES)
-    send_frame(socket, last, 0, len(last) < COPY_BELOW_BYTES)
+        if len(part) < COPY_BELOW_BYTES:
+            send_frame(socket, part, MORE, True)
+        else:
+            tracker = socket.send(part, MORE, copy=False, track=True)
+    if len(last) < COPY_BELOW_BYTES:
+        send_frame(socket, last, 0, True)
+    else:
+        tracker = socket.send(last, copy=False, track=True)
+    return tracker
 
 
 def _socket(ctx: zmq.Context[Socket], kind: int, max_message_bytes: int) -> Socket:

@@ -391,6 +391,15 @@ def test_an_answer_puts_off_what_is_lost_no_longer_than_at_first() -> None:
     assert len(rounds.on_tick(answered_at + 3 * REPEAT_SECONDS + 2)) == 2
 
 
+def test_nothing_is_repeated_while_a_server_of_the_round_has_not_been_sent_all() -> None:
+    rounds, round_ = make_rounds(deadline_seconds=math.inf), make_round()
+    rounds.submit(round_, 0.0)
+    for now in range(0, 600, 10):
+        assert rounds.on_tick(now, {0}) == []
+    assert rounds.on_tick(590.0 + REPEAT_SECONDS) == []
+    assert len(rounds.on_tick(591.0 + REPEAT_SECONDS, {2})) == 3
+
+
 @pytest.mark.parametrize("kind", [Busy, Resume, Resend])
 def test_a_push_that_a_server_has_asked_for_again_is_not_repeated_at_once(
     kind: type[Busy] | type[Resume] | type[Resend],

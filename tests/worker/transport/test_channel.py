@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket as net
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
@@ -35,7 +35,7 @@ from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Shar
 from zenps.worker.encode.dense import DenseTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
-from zenps.worker.rounds.states import Outgoing
+from zenps.worker.rounds.states import Action, Outgoing
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.membership import Membership
 
@@ -411,6 +411,29 @@ def pushing(ctx: zmq.Context[Any], server: Server, metrics: WorkerMetrics) -> Ch
     """A channel with priorities to one server."""
     view, wire = view_of(1, [server.member]), WireForm(prioritized=True)
     return open_channel(ctx, view, wire, WholeSharder(view, wire), metrics)
+
+
+def test_rounds_know_which_servers_have_not_been_sent_all(
+    ctx: zmq.Context[Any], server: Server, metrics: WorkerMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is still queued here is not lost, and must not be queued once more."""
+    view = view_of(1, [server.member])
+    channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+    ticks: list[Set[int]] = []
+
+    def note(_: float, behind: Set[int]) -> list[Action]:
+        ticks.append(set(behind))
+        return []
+
+    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 0.01)
+    monkeypatch.setattr(channel._rounds, "on_tick", note)
+    submit_large(channel, [0] * 8)
+    channel.wait(lambda: len(ticks) >= 3, time.monotonic() + DEADLINE_SECONDS)
+    assert ticks == [{0}] * 3
+    for _ in range(8):
+        server.receive()
+    channel.wait(lambda: ticks[-1] == set(), time.monotonic() + DEADLINE_SECONDS)
+    assert ticks[-1] == set()
 
 
 @pytest.mark.parametrize("rises", [True, False])
