@@ -177,8 +177,8 @@ def push_pull(tensor: Tensor, name: str, average: bool = True) -> Tensor:
 
     Returns:
         A new tensor of this dtype, on this device, detached from autograd; averages of integers and bool are
-        float64. Dense in, dense out; sparse in, coalesced sparse out, with every row that any rank pushed,
-        even where the sum is zero. Sums of integers that exceed their dtype wrap, as in torch.
+        float64. Dense in, dense and contiguous out; sparse in, coalesced sparse out, with every row that any
+        rank pushed, even where the sum is zero. Sums of integers that exceed their dtype wrap, as in torch.
 
     Raises:
         DeadlineError: a rank or server did not answer in time.

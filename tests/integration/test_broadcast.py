@@ -98,6 +98,18 @@ def broadcast_wide_state() -> dict[str, Any]:
     return optimizer.state_dict()
 
 
+def broadcast_laid_out_state() -> tuple[int, ...]:
+    """Rank 1 alone has state, of a parameter that lies in memory column by column."""
+    parameter = torch.nn.Parameter(torch.randn(4, 3).t())
+    optimizer = torch.optim.Adam([parameter], fused=True)
+    if zps.rank() == 1:
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    zps.broadcast_optimizer_state(optimizer, root_rank=1)
+    stride: tuple[int, ...] = optimizer.state[parameter]["exp_avg"].stride()
+    return stride
+
+
 def broadcast_what_differs() -> dict[str, Any]:
     here = zps.rank() == 1
     cases = {
@@ -138,6 +150,7 @@ def broadcast_what_one_rank_cannot() -> dict[str, Any]:
 def run_all() -> dict[str, Any]:
     results: dict[str, Any] = {f"state {name}": broadcast_state(name) for name in OPTIMIZERS}
     results["wide"] = broadcast_wide_state()
+    results["laid out"] = broadcast_laid_out_state()
     results["differs"] = broadcast_what_differs()
     results["one"] = broadcast_what_one_rank_cannot()
     return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
@@ -201,6 +214,11 @@ def test_state_is_equal_on_all_ranks_whatever_its_dtype(results: list[dict[str, 
     assert second["state"][0]["momentum"].dtype == torch.float32
     # The sum of 0.9 · 0.1 and 0.2, negated.
     assert second["state"][0]["momentum"][0].item() == pytest.approx(-0.29, rel=0.01)
+
+
+def test_state_has_the_layout_of_its_parameter_on_all_ranks(results: list[dict[str, Any]]) -> None:
+    """A fused optimizer would pair other elements on each rank."""
+    assert [outcome["laid out"] for outcome in results] == [(1, 3), (1, 3)]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,17 @@ def convolution_2d() -> nn.Module:
 
 def channels_last() -> nn.Module:
     """Weights that are not contiguous, and so their gradients."""
-    return convolution_2d().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    layers = nn.Sequential(
+        nn.Conv2d(1, 3, 1), nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(16, 1)
+    ).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert not layers[1].weight.is_contiguous()
+
+    def forward(own: Any, ids: Tensor) -> Tensor:
+        features = own.features(ids)
+        result: Tensor = own.layers((features.unsqueeze(2) * features.unsqueeze(1)).unsqueeze(1))
+        return result
+
+    return Composed(forward, layers=layers)
 
 
 def lazy() -> nn.Module:

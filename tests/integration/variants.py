@@ -101,6 +101,10 @@ VARIANTS: dict[str, Variant] = {
     "adam": _mlp(adam),
     "adam amsgrad": _mlp(over(torch.optim.Adam, lr=0.02, amsgrad=True)),
     "adam fused": _mlp(over(torch.optim.Adam, lr=0.02, fused=True)),
+    "adam fused, channels last": Variant(models.channels_last, over(torch.optim.Adam, lr=0.02, fused=True)),
+    "sgd fused, channels last": Variant(
+        models.channels_last, over(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    ),
     "adam foreach": _mlp(over(torch.optim.Adam, lr=0.02, foreach=True)),
     "adam, rate in a tensor": _mlp(over(torch.optim.Adam, lr=torch.tensor(0.02))),
     "adamw": _mlp(over(torch.optim.AdamW, lr=0.02, weight_decay=0.1)),

@@ -178,6 +178,7 @@ def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:
     result = pending.wait()
     assert torch.equal(result, dense)
     assert (result.requires_grad, result.data_ptr() == dense.data_ptr()) == (False, False)
+    assert world.begin(Request(torch.ones(3, 2).t(), "transposed")).wait().is_contiguous()
     indices, values = torch.tensor([[4, 1, 4]]), torch.tensor([1.0, 2.0, 3.0])
     sparse = torch.sparse_coo_tensor(indices, values, (9,), check_invariants=True)
     result = world.begin(Request(sparse, "rows")).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
@@ -43,4 +44,6 @@ class LocalBackend(Backend):
         """Does nothing: this backend has no threads or connections."""
 
     def _reduced(self, tensor: Tensor) -> Tensor:
-        return coalesced(tensor, self._kernels) if tensor.is_sparse else tensor.detach().clone()
+        if tensor.is_sparse:
+            return coalesced(tensor, self._kernels)
+        return tensor.detach().clone(memory_format=torch.contiguous_format)

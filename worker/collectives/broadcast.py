@@ -217,7 +217,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
 
     All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, where
-    contiguous tensors stay the same. Dtypes are kept, which torch would cast to those of parameters.
+    tensors stay the same unless they are expanded. Dtypes are kept, which torch would cast to those of
+    parameters, and strides, of which fused optimizers expect those of parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -251,14 +252,24 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
             if str(tensor.dtype) not in DTYPES:
                 raise UsageError(f"{name} state: got {tensor.dtype}, expected one of {', '.join(DTYPES)}")
         # As the others have them, not expanded.
-        tensors[:] = [tensor.contiguous() for tensor in tensors]
-        return [skeleton, [[str(tensor.dtype), list(tensor.shape)] for tensor in tensors]]
+        tensors[:] = [_without_gaps(tensor) for tensor in tensors]
+        described = [[str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for tensor in tensors]
+        return [skeleton, described]
 
     skeleton, described = _broadcast_made(take_apart, root_rank, name)
     if PROCESS.world.rank != root_rank:
-        tensors = [torch.empty(shape, dtype=DTYPES[dtype], device="cpu") for dtype, shape in described]
+        tensors = [
+            torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device="cpu")
+            for dtype, shape, strides in described
+        ]
     _overwrite({f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
     return _put_together(skeleton, tensors)
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose elements fill its memory, each at a place of its own; in the same order."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return tensor if tensor.stride() == strides else tensor.clone(memory_format=torch.preserve_format)
 
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:

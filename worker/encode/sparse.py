@@ -42,7 +42,8 @@ def as_table(tensor: Tensor) -> Rows:
     indices, values = tensor._indices(), tensor._values().detach()
     # A sparse tensor of no dimensions has one row and no index.
     rows = indices[0] if tensor.sparse_dim() else indices.new_zeros(indices.shape[1])
-    if tensor.sparse_dim() > 1:
+    # Backward adds rows in place to a gradient without any. torch refuses it if NumPy has seen its memory.
+    if tensor.sparse_dim() > 1 and len(rows):
         dims = tuple(tensor.shape[: tensor.sparse_dim()])
         try:
             rows = torch.from_numpy(np.ravel_multi_index(tuple(indices.numpy()), dims))

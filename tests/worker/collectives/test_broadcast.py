@@ -66,3 +66,20 @@ def test_tensors_without_names_are_refused(parameters: Any) -> None:
 def test_a_position_that_is_the_name_of_another_is_refused() -> None:
     with pytest.raises(UsageError, match="two tensors have the name '1'"):
         hvd.broadcast_parameters([("1", torch.ones(1)), torch.ones(2)], root_rank=0)
+
+
+def test_the_state_of_an_optimizer_keeps_its_layout() -> None:
+    """That of its parameters, which fused optimizers expect. What is expanded, or has gaps, becomes dense."""
+    layer = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.Adam(layer.parameters(), fused=True)
+    layer(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state[layer.weight]
+    state["expanded"] = torch.ones(2, 1).expand(2, 3)
+    state["columns"] = torch.arange(12.0).view(3, 4)[:, ::2].t()
+    before = {key: value.clone() for key, value in state.items()}
+    zps.broadcast_optimizer_state(optimizer)
+    state = optimizer.state[layer.weight]
+    torch.testing.assert_close(dict(state), before, rtol=0, atol=0)
+    assert state["exp_avg"].stride() == layer.weight.stride() == (12, 1, 6, 3)
+    assert (state["expanded"].stride(), state["columns"].stride()) == ((3, 1), (1, 2))

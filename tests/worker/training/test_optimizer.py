@@ -436,6 +436,21 @@ def test_only_gradients_are_pushed_as_such(world: FakeWorld, model: Model, avera
     assert not any(world.requests[name].options.average for name in purposes.keys() - gradients)
 
 
+def test_any_leaf_tensor_may_be_trained(world: FakeWorld) -> None:
+    """torch's optimizers take more than ``nn.Parameter``."""
+    vector, table = torch.ones(3, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD([vector, table], lr=1.0))
+    for _ in range(2):
+        looked_up = nn.functional.embedding(torch.tensor([2]), table, sparse=True)
+        (vector.sum() + looked_up.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert vector.tolist() == [-1.0] * 3
+    assert table[:, 0].tolist() == [1.0, 1.0, -1.0, 1.0]
+    assert world.pushed == world.waited
+    assert [times for name, times in world.pushed.items() if name.endswith("/parameter1")] == [2]
+
+
 def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:
     """Each residual is as large as its tensor."""
     optimizer = wrap(model)

@@ -10,7 +10,7 @@ from zenps.errors import ZenPSError
 
 from ...core.pending import Pending
 from ...core.request import device_error
-from .buckets import Bucket
+from .buckets import Bucket, laid_out_as
 
 
 class Averages:
@@ -47,7 +47,7 @@ class Averages:
                 if isinstance(owner, Bucket):
                     owner.spread(result)
                 elif owner in self.dense:
-                    owner.grad = result.to_dense()
+                    owner.grad = laid_out_as(owner, result.to_dense())
                 else:
                     owner.grad = result if result._nnz() else None
             except (ZenPSError, RuntimeError, MemoryError) as error:

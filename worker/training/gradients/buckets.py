@@ -101,12 +101,12 @@ class Bucket:
         self._streams.clear()
 
     def spread(self, flat: Tensor) -> None:
-        """Makes the pulled tensor the parameters' gradients; they share its memory."""
+        """Makes the pulled tensor the parameters' gradients. Those of contiguous ones share its memory."""
         present = flat[self._present_from :: self._run].tolist()
         begin = 0
         for index, parameter in enumerate(self.parameters):
             gradient = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            parameter.grad = gradient if present[index] else None
+            parameter.grad = laid_out_as(parameter, gradient) if present[index] else None
             begin += parameter.numel()
 
 
@@ -136,6 +136,14 @@ def fuse(
         Bucket(f"{prefix}/{index}", group, run, sparsifies and group[0].dim() > 1)
         for index, group in enumerate(groups)
     ]
+
+
+def laid_out_as(parameter: Parameter, gradient: Tensor) -> Tensor:
+    """Returns a contiguous gradient in the memory layout of its parameter, as autograd computes it.
+
+    Fused optimizers on the CPU pair elements by their place in memory, whatever the strides are.
+    """
+    return gradient if parameter.is_contiguous() else torch.empty_like(parameter).copy_(gradient)
 
 
 def clip_factor(buckets: Iterable[Bucket], most_norm: float) -> float:

@@ -83,7 +83,10 @@ def _hashes(gradient: Tensor) -> Sequence[_Hash]:
 
 def _hash(tensor: Tensor) -> _Hash:
     tensor = tensor.resolve_neg().contiguous()
-    return xxh3_64_intdigest(tensor_bytes(tensor)) if tensor.is_cpu else _device_hash(tensor)
+    if not tensor.is_cpu:
+        return _device_hash(tensor)
+    # Backward adds rows in place to a gradient without any. torch refuses it if NumPy has seen its memory.
+    return xxh3_64_intdigest(tensor_bytes(tensor)) if tensor.numel() else 0
 
 
 def _device_hash(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Set as AbstractSet
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from zenps.errors import PeerLostError, TensorError, UsageError, ZenPSError
@@ -330,9 +329,8 @@ class GradientSynchronizer(Consistency):
             raise
 
     @untraced
-    def _on_gradient(self, parameter: Tensor) -> None:
-        """Runs inside backward, whenever a parameter's gradient was accumulated."""
-        assert isinstance(parameter, Parameter)
+    def _on_gradient(self, parameter: Parameter) -> None:
+        """Runs inside backward, whenever the gradient of a leaf tensor was accumulated."""
         if not (PROCESS.has_world and PROCESS.world.is_distributed):
             return
         self._steps.forget_due()
@@ -387,11 +385,11 @@ class GradientSynchronizer(Consistency):
         return UsageError(f"{reason}; zero_grad() ends this step")
 
 
-def _weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
     """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
-    def hook(parameter: Tensor) -> None:
+    def hook(parameter: Parameter) -> None:
         if (alive := reference()) is not None:
             alive(parameter)
 

@@ -78,6 +78,25 @@ def test_parameters_of_one_dimension_are_never_sparsified() -> None:
     assert not whole.is_sparsifiable
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_averages_have_the_layout_of_their_parameters(fused: bool) -> None:
+    """Fused optimizers pair elements by their place in memory."""
+    image = torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    parameters = [Parameter(each.clone()) for each in (image, torch.randn(4, 3).t(), torch.randn(3, 4))]
+    alone = [Parameter(each.detach().clone()) for each in parameters]
+    assert [each.stride() for each in alone] == [(12, 1, 6, 3), (1, 3), (4, 1)]
+    bucket = Bucket("b", parameters)
+    for parameter, other in zip(parameters, alone, strict=True):
+        parameter.grad = other.grad = torch.randn_like(other)
+    bucket.spread(bucket.fused())
+    for each in (parameters, alone):
+        torch.optim.Adam(each, lr=0.1, fused=fused).step()
+    for parameter, other in zip(parameters, alone, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.stride() == parameter.stride()
+        assert torch.equal(parameter, other)
+
+
 class Streams:
     """Those of a GPU: which one is current, and what was asked of them."""
 

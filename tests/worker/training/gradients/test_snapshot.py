@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zenps.worker.encode.sparse import as_table
 from zenps.worker.training.gradients import snapshot
 from zenps.worker.training.gradients.snapshot import Snapshot, first_changed
 
@@ -79,3 +80,18 @@ def test_gradient_of_any_form_is_unchanged(gradient: Tensor) -> None:
     assert snapshot._are_unchanged([taken])
     assert parameter.grad is None
     assert first_changed({parameter: taken}) is parameter  # it was dropped
+
+
+@pytest.mark.parametrize("sparse_dim", [1, 2])
+def test_backward_adds_rows_to_a_gradient_without_any_that_was_looked_at(sparse_dim: int) -> None:
+    """As of a micro-batch that looks nothing up. torch refuses to resize memory that NumPy has seen."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+    values = torch.empty((0, 2) if sparse_dim == 1 else 0)
+    gradient = torch.sparse_coo_tensor(indices, values, (3, 2), check_invariants=True)
+    before = Snapshot(gradient)
+    as_table(gradient)
+    parameter = nn.Parameter(torch.ones(3, 2))
+    parameter.grad = gradient
+    gradient += torch.ones(3, 2).to_sparse(sparse_dim)
+    assert torch.equal(gradient.to_dense(), torch.ones(3, 2))
+    assert first_changed({parameter: before}) is parameter

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
+from torch.nn import Parameter
 
 from zenps.worker.training.gradients.averages import Averages, StepsInFlight
 
@@ -30,3 +35,14 @@ def test_what_an_interrupted_step_has_waited_for_is_forgotten(staleness: int) ->
     assert steps.due is None
     steps.forget_due()
     assert steps.oldest is (pushed[1] if staleness else None)
+
+
+def test_the_dense_average_of_a_table_has_its_layout() -> None:
+    table, averages = Parameter(torch.ones(3, 4).t()), Averages()
+    handle: Any = SimpleNamespace(wait=torch.arange(12.0).view(4, 3).to_sparse(1).coalesce)
+    averages.handles[table] = handle
+    averages.dense.add(table)
+    averages.take()
+    assert table.grad is not None
+    assert table.grad.stride() == table.stride() == (1, 4)
+    assert torch.equal(table.grad, torch.arange(12.0).view(4, 3))
