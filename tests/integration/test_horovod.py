@@ -252,3 +252,29 @@ def test_join() -> None:
         if rank < 2:
             assert others["gather"].kind == "UsageError"
             assert "call join() on this rank, too" in others["gather"].text
+
+
+def join_in_two_jobs() -> list[Any]:
+    """Trains with one optimizer in two jobs. In the second, rank 0 joins at once."""
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    train(1)
+    first = hvd.join()
+    hvd.shutdown()
+    hvd.init()
+    train(hvd.rank())
+    return [first in (0, 1), hvd.join(), model.weight.tolist()]
+
+
+def test_join_in_a_second_job() -> None:
+    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
+        assert cluster.run(join_in_two_jobs) == [[True, 1, [[-1.5, -1.5]]]] * 2
