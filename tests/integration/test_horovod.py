@@ -269,12 +269,16 @@ def join_in_two_jobs() -> list[Any]:
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
     train(1)
     first = hvd.join()
+    left = hvd.allreduce_async(torch.ones(1))
     hvd.shutdown()
     hvd.init()
     train(hvd.rank())
-    return [first in (0, 1), hvd.join(), model.weight.tolist()]
+    last = hvd.join()
+    after = [hvd.allreduce(torch.ones(1)).item(), attempt(hvd.synchronize, left).kind]
+    return [first in (0, 1), last, model.weight.tolist(), after]
 
 
-def test_join_in_a_second_job() -> None:
+def test_a_second_job_goes_on_with_an_optimizer_and_forgets_calls() -> None:
     with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
-        assert cluster.run(join_in_two_jobs) == [[True, 1, [[-1.5, -1.5]]]] * 2
+        results = cluster.run(join_in_two_jobs)
+    assert results == [[True, 1, [[-1.5, -1.5]], [1.0, "LeftError"]]] * 2

@@ -17,6 +17,7 @@ import torch
 
 from zenps import worker
 from zenps.errors import MismatchError, UsageError, ZenPSError, listing
+from zenps.worker.core.pending import LeftError
 from zenps.worker.process import PROCESS, Prefix
 
 from .reduction import Reduction, as_zeros
@@ -82,12 +83,16 @@ class Turns:
     def __init__(self) -> None:
         self._steppers: list[tuple[Prefix, weakref.ref[Stepper]]] = []
         """They may outlive the job in which they were made."""
+        self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew, as all ranks do when they leave the job."""
+        """Begins anew, as all ranks do when they leave the job. Calls that nobody has waited for fail."""
         self._taken = 0
-        self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
+        for _, call in self._unsettled:
+            if call is not None:
+                call.is_settled, call.error = True, LeftError()
+        self._unsettled.clear()
         self._zeros: dict[str, Reduction] = {}
         self._counts: Counter[str] = Counter()
         """How many unnamed tensors of each kind had names so far."""
