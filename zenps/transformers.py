@@ -40,6 +40,7 @@ class Callback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Registers the hook: the model is wrapped by now, and no gradient computed."""
         model = self._trainer.model_wrapped
+        model = getattr(model, "_orig_mod", model)  # with torch_compile, DDP is within what is compiled
         if isinstance(model, DistributedDataParallel):
             if model not in _hooked:  # a second training has the wrapper of the first, which takes one hook
                 model.register_comm_hook(CommHookState(), comm_hook)

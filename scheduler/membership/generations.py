@@ -5,6 +5,7 @@ from __future__ import annotations
 from zenps.wire.scheduler_messages import Register
 
 from .job import Job
+from .members import Node
 
 
 def is_stale(message: Register, job: Job) -> bool:
@@ -47,8 +48,10 @@ def _returns(message: Register, job: Job) -> bool:
     """
     if job.cluster.is_elastic and not job.barriers.ended:
         return False
-    return any(
-        (node.register.host, node.register.pid) == (message.host, message.pid)
-        and node.register.rank == message.rank
-        for node in job.members.with_state("worker", "left")
-    )
+    return any(is_of_process(message, node) for node in job.members.with_state("worker", "left"))
+
+
+def is_of_process(message: Register, node: Node) -> bool:
+    """True if the process of a worker registers again: a process is one worker at a time."""
+    before = node.register
+    return (before.host, before.pid, before.rank) == (message.host, message.pid, message.rank)

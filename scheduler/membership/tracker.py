@@ -262,13 +262,25 @@ class Membership:
         job = self._job
         if (refused := refusal(message, job)) is not None:
             return [Send(peer, refused)]
+        sends = self._leave_before(message, now)
         if generations.is_restart(message, job):
             job.restart_workers(max(message.generation, job.generation), now)
         if self._is_for_recovery(message):
             return self._on_recovery(peer, message, now)
         if (refused := refusal_to_join(message, job, self._settings)) is not None:
-            return [Send(peer, refused)]
-        return job.join(Node(peer, message, message.rank, last_heard=now), now)
+            return [*sends, Send(peer, refused)]
+        return sends + job.join(Node(peer, message, message.rank, last_heard=now), now)
+
+    def _leave_before(self, message: Register, now: float) -> list[Send]:
+        """A worker joins again, and its Leave is still on its way: that has a connection of its own."""
+        # Containers of one host may have the same process number; their ranks differ, if they have any.
+        is_new = message.role == "worker" and message.rank >= 0 and message.view is None
+        if not is_new or self.state not in ("confirming", "running"):
+            return []
+        before = self._job.members.holder("worker", message.rank)
+        if before is None or not generations.is_of_process(message, before):
+            return []
+        return departures.on_leave(self._job, before, now)
 
     def _is_for_recovery(self, message: Register) -> bool:
         """True if the job recovers, or begins to because this node has a view and the scheduler none."""

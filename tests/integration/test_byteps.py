@@ -202,3 +202,18 @@ def test_alone() -> None:
     finally:
         hvd.shutdown()
     assert not zps.is_initialized()
+
+
+def unnamed_in_two_jobs() -> Tensor:
+    """In the first job, rank 0 makes an unnamed call more than rank 1."""
+    bps.init()
+    handles = [bps.push_pull_async(torch.ones(1), average=False) for _ in range(2 - bps.rank())]
+    bps.synchronize(handles[0])
+    bps.shutdown()
+    bps.init()
+    return bps.synchronize(bps.push_pull_async(torch.tensor([1.0 + bps.rank()]), average=False))
+
+
+def test_unnamed_tensors_of_a_second_job_are_counted_from_0() -> None:
+    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
+        assert [result.tolist() for result in cluster.run(unnamed_in_two_jobs)] == [[3.0], [3.0]]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import zenps as zps
 import zenps.horovod as hvd
 from tests.integration.cluster import Cluster, Raised, attempt
 
@@ -252,3 +253,37 @@ def test_join() -> None:
         if rank < 2:
             assert others["gather"].kind == "UsageError"
             assert "call join() on this rank, too" in others["gather"].text
+
+
+def join_in_jobs() -> list[Any]:
+    """Trains with one optimizer in two jobs. In the second, rank 0 joins at once; a third follows."""
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    train(1)
+    first = hvd.join()
+    left = hvd.allreduce_async(torch.ones(1))
+    hvd.shutdown()
+    hvd.init()
+    train(hvd.rank())
+    last = hvd.join()
+    after = [hvd.allreduce(torch.ones(1)).item(), attempt(hvd.synchronize, left).kind]
+    handles = [hvd.allreduce_async(torch.ones(1)) for _ in range(1 + hvd.rank())]
+    zps.shutdown()
+    hvd.init()
+    after += [hvd.allreduce(torch.ones(1)).item(), attempt(hvd.synchronize, handles[-1]).kind]
+    return [first in (0, 1), last, model.weight.tolist(), after]
+
+
+def test_a_second_job_goes_on_with_an_optimizer_and_forgets_calls() -> None:
+    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
+        results = cluster.run(join_in_jobs)
+    assert results == [[True, 1, [[-1.5, -1.5]], [1.0, "LeftError"] * 2]] * 2

@@ -48,3 +48,12 @@ def test_a_second_training_goes_on_with_the_hook_of_the_first(callback_class: An
             callback.on_train_begin()
             trainer.model_wrapped(torch.ones(1, 2)).sum().backward()
             assert world.pushed.total() == before + 1
+
+
+def test_a_model_that_is_compiled_gets_the_hook(callback_class: Any, world: FakeWorld) -> None:
+    """As by ``TrainingArguments(torch_compile=True)``."""
+    world.ranks = (0, 1)  # type: ignore[assignment]
+    wrapped = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager")
+    callback_class(SimpleNamespace(accelerator=SimpleNamespace(), model_wrapped=wrapped)).on_train_begin()
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert world.pushed.total() == 1

@@ -25,6 +25,8 @@ from torch.autograd.graph import Node
 from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zenps.errors import UsageError
+
 from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.residuals import Residuals
@@ -186,6 +188,7 @@ def _begin(request: Request, residuals: Residuals) -> tuple[Pending | None, Exce
         the gradient could not be pushed, or None.
     """
     try:
+        _check_ranks()
         return PROCESS.world.begin(request), None
     except BaseException as error:
         residuals.end_step()  # the next push of this name is that of another gradient
@@ -196,6 +199,19 @@ def _begin(request: Request, residuals: Residuals) -> tuple[Pending | None, Exce
     with contextlib.suppress(Exception):
         return PROCESS.world.begin(request._replace(options=dropped)), refused
     return None, refused
+
+
+def _check_ranks() -> None:
+    """Checks that this worker does not train alone where DDP does not: nobody would average gradients.
+
+    Raises:
+        UsageError: it does.
+    """
+    if not PROCESS.world.is_distributed and (ranks := dist.get_world_size()) > 1:
+        raise UsageError(
+            f"the DDP hook: expected the {ranks} ranks of torch.distributed as workers, got one that trains "
+            "alone; set cluster.scheduler and cluster.workers for all of them, as zenps launch does"
+        )
 
 
 # DDP compares a hook's annotations with the classes themselves, so they must not be strings.

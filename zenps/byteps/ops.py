@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Final
 
 import torch
@@ -12,11 +11,10 @@ from torch.autograd import Function
 from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor
 from zenps.horovod.reduction import Reduction
+from zenps.worker.process import PROCESS
 
 UNNAMED: Final = 8192
 """How many unnamed tensors have names of their own. Then names repeat, for nodes remember each name."""
-
-_unnamed = itertools.count()
 
 
 class Handle:
@@ -107,8 +105,17 @@ def declare(name: str) -> int:
 
 
 def _begin(tensor: Tensor, average: bool, name: str | None, priority: int, output: Tensor | None) -> Handle:
-    own = f"noname/{next(_unnamed) % UNNAMED}" if name is None else name
+    own = f"noname/{_number_unnamed()}" if name is None else name
     return Handle(Reduction(tensor, f"byteps/{own}", average=average, priority=priority), output)
+
+
+def _number_unnamed() -> int:
+    """Returns the next number of an unnamed tensor, from 0 in each world: some ranks may be new processes."""
+    taken = PROCESS.numbers("byteps/noname")
+    if len(taken) == UNNAMED:
+        taken.clear()
+    taken.add(number := len(taken))
+    return number
 
 
 class _PushPull(Function):

@@ -33,7 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     refused, in one line. Otherwise ``launch`` and ``worker`` have the exit code of their command.
     """
     options, command = split_command(sys.argv[1:] if argv is None else argv)
-    args = make_parser().parse_args(options)
+    args, unknown = make_parser().parse_known_args(options)
+    if unknown:  # parse_args() would show the usage of all subcommands
+        hint = "" if command or args.takes_command is False else "; CMD stands after --"
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if args.takes_command is not None and bool(command) != args.takes_command:
         args.parser.error("expected -- CMD [ARG ...]" if args.takes_command else "unexpected -- CMD")
     args.command = command

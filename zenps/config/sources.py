@@ -221,9 +221,9 @@ def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int
 def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Layer:
     path = file or Path(environ.get("ZENPS_CONFIG") or "zenps.toml")
     named = file is not None or bool(environ.get("ZENPS_CONFIG"))
-    if not named and not path.exists():
-        return {}
     try:
+        if not named and not path.exists():
+            return {}
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
     except OSError as error:
         raise ConfigError("file", str(path), f"a readable TOML file ({error.strerror})") from error

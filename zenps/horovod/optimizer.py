@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zenps import worker
 from zenps.errors import UsageError
+from zenps.worker.process import Prefix
 from zenps.worker.training.gradients.agreement import ParameterNames
 
 from .compression import Compression, Compressor, warn_of_optimizer
@@ -92,8 +93,8 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             self._consistency.announce = announce
 
 
-def _announce(number: int, is_dropped: bool) -> None:
+def _announce(name: Prefix, is_dropped: bool) -> None:
     """Tells ranks that have joined which optimizer takes or drops a step."""
-    call = Call([STEPS, number, is_dropped])
+    call = Call([STEPS, str(name), is_dropped])
     TURNS.take(call)
     TURNS.settle(call)

@@ -29,6 +29,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "init: expected neither comm nor process_sets: a ZenPS job has one group, that of all workers"
         )
     if not worker.is_initialized():
+        _begin_anew()  # the job before may have been left by zenps.shutdown()
         worker.init()
     if not _local_ranks:
         _local_ranks.extend(worker.allgather_object(worker.local_rank(), "horovod/local_rank"))
@@ -36,9 +37,13 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def shutdown() -> None:
     """Leaves the cluster, as :func:`zenps.shutdown` does."""
+    _begin_anew()
+    worker.shutdown()
+
+
+def _begin_anew() -> None:
     _local_ranks.clear()
     TURNS.reset()
-    worker.shutdown()
 
 
 def cross_rank() -> int:

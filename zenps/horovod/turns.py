@@ -17,6 +17,8 @@ import torch
 
 from zenps import worker
 from zenps.errors import MismatchError, UsageError, ZenPSError, listing
+from zenps.worker.core.pending import LeftError
+from zenps.worker.process import PROCESS, Prefix
 
 from .reduction import Reduction, as_zeros
 
@@ -79,14 +81,19 @@ class Turns:
     """The calls of this rank, in order."""
 
     def __init__(self) -> None:
+        self._steppers: list[tuple[Prefix, weakref.ref[Stepper]]] = []
+        """They may outlive the job in which they were made."""
+        self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
         self.reset()
 
     def reset(self) -> None:
-        """Begins anew, as all ranks do when they leave the job."""
+        """Begins anew, as all ranks do when they leave the job. Calls that nobody has waited for fail."""
         self._taken = 0
-        self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
+        for _, call in self._unsettled:
+            if call is not None:
+                call.is_settled, call.error = True, LeftError()
+        self._unsettled.clear()
         self._zeros: dict[str, Reduction] = {}
-        self._steppers: list[weakref.ref[Stepper]] = []
         self._counts: Counter[str] = Counter()
         """How many unnamed tensors of each kind had names so far."""
 
@@ -95,10 +102,12 @@ class Turns:
         self._counts[kind] += 1
         return (self._counts[kind] - 1) % UNNAMED
 
-    def add(self, stepper: Stepper) -> int:
-        """Returns the number by which ranks call an optimizer; all ranks add theirs in the same order."""
-        self._steppers.append(weakref.ref(stepper))
-        return len(self._steppers) - 1
+    def add(self, stepper: Stepper) -> Prefix:
+        """Returns the name by which ranks call an optimizer; all ranks add theirs in the same order."""
+        self._steppers = [(name, each) for name, each in self._steppers if each() is not None]
+        name = PROCESS.new_prefix("horovod/optimizer")
+        self._steppers.append((name, weakref.ref(stepper)))
+        return name
 
     def take(self, call: Call | None) -> None:
         """Tells the other ranks that this one makes a call, or has joined if ``call`` is None."""
@@ -156,9 +165,10 @@ class Turns:
             self._counts |= counts
         last = max(range(len(turns)), key=lambda rank: (turns[rank], rank))
         if len(set(turns)) > 1:
-            for number, reference in enumerate(self._steppers):
-                if (stepper := reference()) is not None:
-                    stepper.adopt(last, f"horovod/optimizer{number}")
+            named = {str(name): reference() for name, reference in self._steppers if name.is_taken}
+            for each, stepper in sorted(named.items()):  # ranks may have made them in another order
+                if stepper is not None:
+                    stepper.adopt(last, each)
         return last
 
     def _settle_first(self) -> int:
@@ -188,13 +198,24 @@ class Turns:
                     if name in self._zeros:
                         self._zeros.pop(name).wait()
                     self._zeros[name] = Reduction(as_zeros(described), name, average=described[-1])
-            case [kind, int(number), bool(is_dropped)] if kind == STEPS:
-                stepper = self._steppers[number]()
-                if stepper is None:
+            case [kind, str(name), bool(is_dropped)] if kind == STEPS:
+                if (stepper := self._stepper(name)) is None:
                     raise UsageError(
                         "join(): another rank steps an optimizer that this rank has dropped; keep it"
                     )
                 stepper.step_for_others(is_dropped=is_dropped)
+
+    def _stepper(self, called: str) -> Stepper | None:
+        """Returns the optimizer of this name; None if it was dropped.
+
+        One that was made in an earlier job, and has not stepped in this one, takes its name now. Those that
+        have one come first: it might take another's.
+        """
+        for name, reference in sorted(self._steppers, key=lambda each: not each[0].is_taken):
+            stepper = reference()
+            if stepper is not None and str(name) == called:
+                return stepper
+        return None
 
 
 def _agreed(what: list[Any] | None) -> list[Any]:

@@ -113,7 +113,15 @@ def _write(file: BinaryIO, parts: Sequence[_Part]) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` when the block ends; after an error there, it is removed."""
+    """A file that takes the place of ``path`` when the block ends; after an error there, it is removed.
+
+    A device or pipe, such as ``/dev/null``, is written to instead, and a link leads where it has led.
+    """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         try:

@@ -372,6 +372,35 @@ def test_the_first_that_joins_again_need_not_wait_for_the_last_to_leave() -> Non
     }
 
 
+def test_the_registration_of_one_that_joins_again_may_come_before_its_leave() -> None:
+    membership = running(rejoin_seconds=REJOIN_SECONDS)
+    membership.on_message(worker(0), Leave(), 1.0)
+    sends = membership.on_message(b"new-1", register("worker", 1, pid=1), 1.0)
+    assert sent(sends, Refused) == {}
+    assert membership.on_message(worker(1), Leave(), 1.0) == []
+    view = view_of(membership.on_message(b"new-0", register("worker", 0, pid=0), 2.0))
+    assert [member.pid for member in view.workers] == [0, 1]
+
+
+def test_in_an_elastic_job_the_registration_of_one_that_joins_again_may_come_before_its_leave() -> None:
+    membership = running(rejoin_seconds=REJOIN_SECONDS, on_worker_loss="continue")
+    sends = membership.on_message(b"new-1", register("worker", 1, pid=1), 1.0)
+    assert sent(sends, Refused) == {}
+    assert {*sent(sends, Departed)} >= {worker(0)}
+    assert membership.on_message(worker(1), Leave(), 1.0) == []
+    states = sorted(node.state for node in membership.status(1.0).nodes if node.role == "worker")
+    assert states == ["present", "waiting"]
+
+
+def test_another_process_does_not_end_a_worker_that_has_no_rank_of_its_own() -> None:
+    membership = make_membership(workers=2, servers=1)
+    for number in (0, 1):
+        membership.on_message(worker(number), register("worker", pid=7), 0.0)
+    membership.on_message(server(0), register("server"), 0.0)
+    assert isinstance(only(membership.on_message(b"new", register("worker", pid=7), 1.0), b"new"), Refused)
+    assert membership.live("worker") == 2
+
+
 def test_without_the_setting_servers_stop_at_once() -> None:
     membership, sends = all_left(rejoin_seconds=0.0)
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import multiprocessing
 import pickle
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import zenps as zps
 from tests.worker.training.test_optimizer import FakeWorld
 from zenps.errors import UsageError
 from zenps.worker.core.pending import Pending
@@ -147,3 +150,24 @@ def test_after_a_push_that_cannot_begin_ddp_goes_on(failing: int, monkeypatch: p
     assert (len(calls), world.pushed.total()) == (4, 3)
     assert feedback.added_step is None, "the residual must not be taken to have the next gradient already"
     assert world.waited == world.pushed
+
+
+def train_alone(rank: int, store: str) -> str:
+    """One of two ranks of torch.distributed, each of which is a ZenPS of its own."""
+    dist.init_process_group("gloo", store, rank=rank, world_size=2)
+    zps.init()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    model.register_comm_hook(CommHookState(), comm_hook)
+    with pytest.raises(UsageError) as caught:
+        model(torch.ones(1, 1)).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_of_ddp_that_are_no_workers_of_one_job_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which has no settings
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, context) as pool:
+        said = [*pool.map(train_alone, range(2), [f"file://{tmp_path}/store"] * 2)]
+    assert all("expected the 2 ranks of torch.distributed as workers" in each for each in said)

@@ -120,6 +120,23 @@ def test_wrong_usage(zenps: Any, arguments: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("launch --workers 2 python train.py", "arguments: python train.py; CMD stands after --"),
+        ("plan train.py", "arguments: train.py; CMD stands after --"),
+        ("launch --worker-count 2 -- true", "arguments: --worker-count 2"),
+        ("status now", "arguments: now"),
+    ],
+)
+def test_arguments_that_a_subcommand_does_not_know(zenps: Any, arguments: str, said: str) -> None:
+    done = zenps(*arguments.split())
+    name = arguments.split()[0]
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"usage: zenps {name} [options]")
+    assert done.stderr.endswith(f"zenps {name}: error: unrecognized {said}\n")
+
+
 @pytest.mark.parametrize("seconds", ["inf", "1e300", "nan", "-1", "0", "604801", "soon"])
 def test_an_impossible_timeout_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -122,6 +124,18 @@ class TestFile:
     def test_not_toml(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "zenps.toml").write_bytes(content)
         assert refusal().startswith("file = 'zenps.toml': expected TOML: ")
+
+    def test_a_working_directory_that_may_not_be_searched(self) -> None:
+        script = (
+            "import os; from zenps.config.sources import load; from zenps.errors import ConfigError\n"
+            "os.chmod('.', 0)\n"
+            "if os.geteuid() == 0: os.seteuid(65534)\n"
+            "try: load(environ={})\n"
+            "except ConfigError as error: print(error)"
+        )
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        said = "file = 'zenps.toml': expected a readable TOML file (Permission denied)\n"
+        assert (run.stdout, run.stderr) == (said, "")
 
     def test_directory(self, tmp_path: Path) -> None:
         assert "directory" in refusal(file=tmp_path)

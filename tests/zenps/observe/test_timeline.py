@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -234,6 +235,28 @@ def test_an_earlier_timeline_is_overwritten(two_parts: list[Path], tmp_path: Pat
     assert [merge(two_parts, out) for _ in range(2)] == [2, 2]
     out.write_bytes(b"\xff\x00")
     assert merge(two_parts, out) == 2
+
+
+def test_a_pipe_is_written_to_and_stays(two_parts: list[Path], tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        merge(two_parts, pipe)
+        assert json.loads(os.read(reader, 1 << 16))["traceEvents"]
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_a_link_leads_where_it_has_led(two_parts: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link, target = tmp_path / "link.json", tmp_path / "elsewhere" / "trace.json"
+    link.symlink_to(target)
+    for _ in range(2):  # at first there is no such file
+        assert merged(two_parts, link)
+        assert link.is_symlink()
+        assert [*target.parent.iterdir()] == [target]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")])
