@@ -223,17 +223,19 @@ class Channel(Waiter):
                 case Future():
                     command.set_result(None)
                 case ZenPSError():
-                    self._execute(self._rounds.on_lost(command))
+                    self._lose(command)
                 case commands.Tick(now):
                     self._on_tick(now)
                 case commands.Close():
                     self._close_sockets()
         except Exception as error:  # noqa: BLE001
-            self._on_error(error)
+            self._lose(commands.event_error(error))
 
-    def _on_error(self, error: Exception) -> None:
-        # Some rounds may not be pushed any more, and the caller may be a thread that has none.
-        self._execute(self._rounds.on_lost(commands.event_error(error)))
+    def _lose(self, error: ZenPSError) -> None:
+        """Fails all rounds, also one that has ended while nobody was told of it yet."""
+        self._execute(self._rounds.on_lost(error))
+        for _, pending in list(self._pending.values()):
+            self._fail(pending, error)
 
     def _poll(self, ready: Ready, until: float) -> None:
         while True:
@@ -263,12 +265,12 @@ class Channel(Waiter):
                         if event & READABLE:
                             self._receive(rank, socket)
             except Exception as error:  # noqa: BLE001  # but not of poll(), which runs signal handlers
-                self._on_error(error)
+                self._lose(commands.event_error(error))
 
     def _on_tick(self, now: float) -> None:
         self._execute(self._rounds.on_tick(now, self._servers.behind()))
         if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
-            self._execute(self._rounds.on_lost(error))
+            self._lose(error)
         oldest = next(iter(self._pending.values()), None)
         self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
 
@@ -389,8 +391,7 @@ class Channel(Waiter):
             self.wait(lambda: self._closed or not self._sender.has_waiting, math.inf)
 
     def _on_refused(self, rank: int) -> None:
-        reason = f"server {rank} has refused this worker; see its log and its security.keys"
-        self._execute(self._rounds.on_lost(PeerLostError(reason)))
+        self._lose(PeerLostError(f"server {rank} has refused this worker; see its log and its security.keys"))
 
     def _close_sockets(self) -> None:
         self._closed = True

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import PeerLostError, TensorError, ZenPSError
+from zenps.errors import DeadlineError, PeerLostError, TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
@@ -35,7 +35,7 @@ from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Shar
 from zenps.worker.encode.dense import DenseTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
-from zenps.worker.rounds.states import Action, Outgoing
+from zenps.worker.rounds.states import Action, Fail, Outgoing, SendPush
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.membership import Membership
 
@@ -287,6 +287,26 @@ def test_a_view_that_raises_on_a_thread_that_pushes_fails_the_rounds_and_not_the
     assert not channel._lock.is_taken
     with pytest.raises(ZenPSError, match="planted"):
         pending.wait()
+
+
+def test_a_round_that_has_ended_as_a_server_refuses_this_worker_is_told_of_it(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Outgoing) -> None:
+        raise zmq.Again
+
+    late, other = (pending_of(channel, Given(whole(name, 1)), name) for name in ("late", "other"))
+    for pending in (late, other):
+        channel.submit(pending)
+    rounds = channel._rounds
+    (again,) = rounds._in_flight["other", 0].outgoing
+    expired = rounds._fail(rounds._in_flight["late", 0], DeadlineError("no answer"))
+    assert isinstance(expired[0], Fail)
+    monkeypatch.setattr(channel._sender, "send", refuse)
+    channel._execute([SendPush(again), *expired])
+    for pending in (late, other):
+        with pytest.raises(PeerLostError, match="server 0 has refused this worker"):
+            pending.wait()
 
 
 class Continued(Given):
