@@ -146,7 +146,8 @@ class Faults:
         is_steady = self._simulation.script.scenario == "steady"
         seconds = min(fault.seconds, STALLED_WORKER_SECONDS) if is_steady else fault.seconds
         worker.stalled_until = now + seconds
-        if seconds > STALLED_WORKER_SECONDS:
+        silent_seconds = lease / 4 + seconds + self._simulation.script.slow_seconds  # between heartbeats
+        if seconds > STALLED_WORKER_SECONDS or silent_seconds > lease:
             worker.was_silent, worker.gone_at = True, now
         self._stalled[worker.name] = now + max(lease, seconds)
         return True
