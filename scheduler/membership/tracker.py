@@ -272,13 +272,14 @@ class Membership:
         return sends + job.join(Node(peer, message, message.rank, last_heard=now), now)
 
     def _leave_before(self, message: Register, now: float) -> list[Send]:
-        """A worker joins again, and its Leave is still on its way: that has a connection of its own."""
-        # Containers of one host may have the same process number; their ranks differ, if they have any.
-        is_new = message.role == "worker" and message.rank >= 0 and message.view is None
-        if not is_new or self.state not in ("confirming", "running"):
-            return []
+        """A worker joins again after the last barrier, and its Leave, which has another connection, is late.
+
+        Before that barrier it may be another process, whose container has the name and number of the first.
+        """
+        is_new = message.role == "worker" and message.view is None
         before = self._job.members.holder("worker", message.rank)
-        if before is None or not generations.is_of_process(message, before):
+        has_ended = self.state in ("confirming", "running") and self.ended_together
+        if before is None or not (is_new and has_ended and generations.is_of_process(message, before)):
             return []
         return departures.on_leave(self._job, before, now)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -291,11 +293,19 @@ def test_a_worker_that_leaves_between_rendezvous_and_start_may_be_started_again(
 REJOIN_SECONDS = 40.0
 
 
-def all_left(rejoin_seconds: float = REJOIN_SECONDS) -> tuple[Membership, list[Send]]:
-    membership = running(rejoin_seconds=rejoin_seconds)
-    sends = []
+def ended(
+    on_worker_loss: Literal["fail", "continue"] = "fail", rejoin_seconds: float = REJOIN_SECONDS
+) -> Membership:
+    """All workers are at the last barrier, and none has left."""
+    membership = running(rejoin_seconds=rejoin_seconds, on_worker_loss=on_worker_loss)
     for number in (0, 1):
         membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    return membership
+
+
+def all_left(rejoin_seconds: float = REJOIN_SECONDS) -> tuple[Membership, list[Send]]:
+    membership = ended(rejoin_seconds=rejoin_seconds)
+    sends = []
     for number in (0, 1):
         sends += membership.on_message(worker(number), Leave(), 1.0)
     assert membership.state == "draining"
@@ -372,8 +382,11 @@ def test_the_first_that_joins_again_need_not_wait_for_the_last_to_leave() -> Non
     }
 
 
-def test_the_registration_of_one_that_joins_again_may_come_before_its_leave() -> None:
-    membership = running(rejoin_seconds=REJOIN_SECONDS)
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+def test_the_registration_of_one_that_joins_again_may_come_before_its_leave(
+    on_worker_loss: Literal["fail", "continue"],
+) -> None:
+    membership = ended(on_worker_loss)
     membership.on_message(worker(0), Leave(), 1.0)
     sends = membership.on_message(b"new-1", register("worker", 1, pid=1), 1.0)
     assert sent(sends, Refused) == {}
@@ -382,22 +395,12 @@ def test_the_registration_of_one_that_joins_again_may_come_before_its_leave() ->
     assert [member.pid for member in view.workers] == [0, 1]
 
 
-def test_in_an_elastic_job_the_registration_of_one_that_joins_again_may_come_before_its_leave() -> None:
-    membership = running(rejoin_seconds=REJOIN_SECONDS, on_worker_loss="continue")
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+def test_another_process_ends_no_worker_that_trains(on_worker_loss: Literal["fail", "continue"]) -> None:
+    """A container that replaces another has its host name, process number and rank; both may run."""
+    membership = running(rejoin_seconds=REJOIN_SECONDS, on_worker_loss=on_worker_loss)
     sends = membership.on_message(b"new-1", register("worker", 1, pid=1), 1.0)
-    assert sent(sends, Refused) == {}
-    assert {*sent(sends, Departed)} >= {worker(0)}
-    assert membership.on_message(worker(1), Leave(), 1.0) == []
-    states = sorted(node.state for node in membership.status(1.0).nodes if node.role == "worker")
-    assert states == ["present", "waiting"]
-
-
-def test_another_process_does_not_end_a_worker_that_has_no_rank_of_its_own() -> None:
-    membership = make_membership(workers=2, servers=1)
-    for number in (0, 1):
-        membership.on_message(worker(number), register("worker", pid=7), 0.0)
-    membership.on_message(server(0), register("server"), 0.0)
-    assert isinstance(only(membership.on_message(b"new", register("worker", pid=7), 1.0), b"new"), Refused)
+    assert {*sent(sends, Departed)} == set()
     assert membership.live("worker") == 2
 
 
