@@ -215,5 +215,5 @@ def unnamed_in_two_jobs() -> Tensor:
 
 
 def test_unnamed_tensors_of_a_second_job_are_counted_from_0() -> None:
-    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
+    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 5}) as cluster:
         assert [result.tolist() for result in cluster.run(unnamed_in_two_jobs)] == [[3.0], [3.0]]

@@ -284,6 +284,6 @@ def join_in_jobs() -> list[Any]:
 
 
 def test_a_second_job_goes_on_with_an_optimizer_and_forgets_calls() -> None:
-    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 30}) as cluster:
+    with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 5}) as cluster:
         results = cluster.run(join_in_jobs)
     assert results == [[True, 1, [[-1.5, -1.5]], [1.0, "LeftError"] * 2]] * 2
