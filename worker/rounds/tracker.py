@@ -255,7 +255,7 @@ class WorkerRounds:
     def on_tick(self, now: float, behind: Set[int] = frozenset()) -> list[Action]:
         """Fails rounds whose deadline has expired; repeats pushes that were not answered for long.
 
-        Servers in ``behind`` cannot have answered yet: this worker still has pushes for them in its queues.
+        Servers in ``behind`` may lack pushes that are not lost: they wait in this worker's queues.
         """
         actions: list[Action] = [*self._given_up.on_tick(now)]
         for round_ in list(self._in_flight.values()):
