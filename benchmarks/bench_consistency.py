@@ -113,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=600, metavar="N", help="of each training")
     parser.add_argument("--seeds", type=int, default=3, metavar="N")
+    names = [way.name for way in WAYS]
+    only = "trained, with those that they are compared with"
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, metavar="NAME", help=only)
     parser.add_argument("--elements", type=int, default=1_000_000, metavar="N", help="of the timed model")
     parser.add_argument("--timed-steps", type=int, default=20, metavar="N")
     parser.add_argument("--untimed", action="store_true", help="losses only")
@@ -121,9 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "consistency.json")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
+    chosen = {way for each in WAYS if each.name in options.ways for way in (each, base_of(each))}
     runs = [
         train(way, options.steps, options.seeds)
-        for way in track(WAYS, "Training", console=console, transient=True)
+        for way in track([way for way in WAYS if way in chosen], "Training", console=console, transient=True)
     ]
     delayed: list[Speed] = []
     racked: list[Speed] = []
@@ -219,7 +223,7 @@ def tabulate_losses(runs: Sequence[Run]) -> Table:
     """Losses beside those of ``bsp`` with the same momentum and sparsifier, and how far ranks differ."""
     table = Table("consistency", "final loss", "÷ bsp", "consensus distance")
     for run in runs:
-        base = base_of(run, runs)
+        base = next(each for each in runs if each.way == base_of(run.way))
         is_finite = run.final_loss is not None and base.final_loss is not None
         table.add_row(
             run.way.name,
@@ -230,13 +234,13 @@ def tabulate_losses(runs: Sequence[Run]) -> Table:
     return table
 
 
-def base_of(run: Run, runs: Sequence[Run]) -> Run:
-    """The run under ``bsp`` that differs in nothing else."""
+def base_of(way: Way) -> Way:
+    """The way under ``bsp`` that differs in nothing else."""
 
     def rest(way: Way) -> tuple[float, bool]:
         return way.momentum, "sync.sparsifier=topk" in way.sets
 
-    return next(each for each in runs if rest(each.way) == rest(run.way))
+    return next(each for each in WAYS if rest(each) == rest(way))
 
 
 def tabulate_speeds(speeds: Sequence[Speed]) -> Table:

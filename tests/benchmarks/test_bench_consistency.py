@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_consistency.py"
+WAYS = ("ssp, staleness 1", "ssp, staleness 4", "ds-sync", "ds-sync, static groups", "each worker alone")
 SECONDS = 400
 
 
@@ -18,11 +19,13 @@ SECONDS = 400
 def test_short_run_is_measured_and_written(tmp_path: Path) -> None:
     file = tmp_path / "new" / "consistency.json"
     command = [sys.executable, str(BENCHMARK), "--steps", "60", "--seeds", "1", "--untimed"]
+    command += ["--ways", *WAYS]
     done = subprocess.run(
         [*command, "--json", str(file)], capture_output=True, text=True, timeout=SECONDS, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     runs = {run["way"]["name"]: run for run in json.loads(file.read_text())["runs"]}
+    assert runs.keys() == {"bsp", *WAYS}
     loss = runs["bsp"]["final_loss"]
     assert loss < 2, "digits are learned"
     assert runs["ssp, staleness 1"]["final_loss"] < 1.3 * loss
