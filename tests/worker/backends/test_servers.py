@@ -1,9 +1,10 @@
-"""Parameter-server backend: how many rows the chunks of a sparsified gradient are formed for."""
+"""Parameter-server backend: for how many rows chunks are formed, and rounds that cannot begin."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -20,22 +21,24 @@ from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
-from zenps.worker.core.statistics import Statistics
+from zenps.worker.core.statistics import Counted, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import make_sparsification
 
 SIZE = 400_000
+GIVEN_UP = Mock()
 
 
 def make_backend(sparsifier: str) -> ServerBackend:
-    """Without a cluster: nothing is sent."""
+    """Without a cluster: nothing is sent, and :data:`GIVEN_UP` notes what is given up."""
+    GIVEN_UP.reset_mock()
     sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.1"]
     config, metrics = load(sets=sets, environ={}).config, WorkerMetrics(CollectorRegistry())
     statistics, scheme = Statistics(metrics), scheme_of("zenps")
     session = SimpleNamespace(
         config=config,
-        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin),
+        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, give_up=GIVEN_UP),
         statistics=statistics,
         metrics=metrics,
         spans=Spans(),
@@ -62,3 +65,27 @@ def test_what_was_selected_is_sharded_for_as_many_rows_as_were_pulled_last(pulle
 def test_what_ranks_have_agreed_on_is_sharded_for_what_they_expect() -> None:
     (encoded,) = push(make_backend("exdyna"), gradient(0, SIZE), Residuals()).transfer.begin()
     assert encoded.expected_rows == SIZE // 10
+
+
+def push_for_once_without_memory(
+    backend: ServerBackend, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> Pending:
+    """A push that fails, then one that does not, of the same name."""
+    request = Request(gradient(0, SIZE), "layer")
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._planner, "begin", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            backend.begin(request, counted)
+    return backend.begin(request, counted)
+
+
+def test_a_round_that_cannot_begin_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert push_for_once_without_memory(make_backend("none"), "round", monkeypatch).progress.step == 0
+    GIVEN_UP.assert_not_called()
+
+
+def test_one_on_which_ranks_have_agreed_fails_on_all_and_has_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert push_for_once_without_memory(make_backend("none"), "rows", monkeypatch).progress.step == 1
+    GIVEN_UP.assert_called_once_with("layer", 0)
