@@ -7,6 +7,7 @@ from typing import cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -30,10 +31,10 @@ SIZE = 400_000
 GIVEN_UP = Mock()
 
 
-def make_backend(sparsifier: str) -> ServerBackend:
+def make_backend(sparsifier: str, values: str = "same") -> ServerBackend:
     """Without a cluster: nothing is sent, and :data:`GIVEN_UP` notes what is given up."""
     GIVEN_UP.reset_mock()
-    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.1"]
+    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.1", f"sync.values={values}"]
     config, metrics = load(sets=sets, environ={}).config, WorkerMetrics(CollectorRegistry())
     statistics, scheme = Statistics(metrics), scheme_of("zenps")
     session = SimpleNamespace(
@@ -65,6 +66,30 @@ def test_what_was_selected_is_sharded_for_as_many_rows_as_were_pulled_last(pulle
 def test_what_ranks_have_agreed_on_is_sharded_for_what_they_expect() -> None:
     (encoded,) = push(make_backend("exdyna"), gradient(0, SIZE), Residuals()).transfer.begin()
     assert encoded.expected_rows == SIZE // 10
+
+
+def test_a_gradient_takes_as_many_names_as_it_has_rounds() -> None:
+    for sparsifier, names in (("none", 1), ("topk", 1), ("exdyna", 3)):
+        assert push(make_backend(sparsifier), gradient(0, SIZE), Residuals()).progress.names == names
+
+
+def test_what_was_pushed_is_added_again_if_it_is_pushed_again() -> None:
+    backend, residuals = make_backend("topk"), Residuals()
+    push(backend, gradient(0, SIZE), residuals)
+    assert residuals.feedback("layer", SIZE, torch.float32).added_step is None
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "values", "leaves"),
+    [("none", "same", False), ("none", "int8", True), ("topk", "same", True)],
+)
+def test_a_residual_has_the_name_of_what_is_not_pushed_exactly(
+    sparsifier: str, values: str, leaves: bool
+) -> None:
+    backend, request = make_backend(sparsifier, values), Request(gradient(0), "layer", options(Residuals()))
+    assert backend.residual_name(request) == ("layer" if leaves else None)
+    for exact in (Request(gradient(0), "layer"), request._replace(tensor=torch.ones(3, dtype=torch.int64))):
+        assert backend.residual_name(exact) is None
 
 
 def push_for_once_without_memory(

@@ -74,6 +74,7 @@ def test_all_of_a_layout_is_pushed_at_first_and_vectors_always(monkeypatch: pyte
         assert request.options.exact == ((6, 10), (14, 15))
         assert request.options.is_sparsifiable == is_sparsifiable
         assert (request.options.average, request.options.priority) == (True, 5)
+        assert (request.options.purpose, request.options.residuals) == ("gradient", state._residuals)
 
 
 def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
