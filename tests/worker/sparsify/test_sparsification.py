@@ -14,7 +14,7 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.sparsifiers.base import Above, Sparsifier, Step
+from zenps.sparsifiers.base import Above, Momentum, Sparsifier, Step
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
@@ -117,6 +117,10 @@ def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) ->
 )
 def test_what_stays_whole(tensor: Tensor, given: Options) -> None:
     assert make().transform(Request(tensor, "layer", given), 0) is None
+
+
+def test_the_smallest_gradient_that_is_thinned_out() -> None:
+    assert make().covers(Request(gradient(0, SMALL_FLOATS), "layer", options(Residuals())))
 
 
 def test_nothing_is_made_where_nothing_is_left_out() -> None:
@@ -265,6 +269,16 @@ def test_steps_continue_from_a_state_and_begin_anew_when_workers_join() -> None:
         transform(again, gradient(0), step, options(others)).gradient.step.number for step in (0, 1, 0, 1)
     ]
     assert numbers == [5, 6, 0, 1]
+
+
+def test_momentum_stays_when_workers_join() -> None:
+    sparsification, residuals = make("sync.sparsifier=dgc"), Residuals()
+    given, tensor = options(residuals, momentum=Momentum(0.5, nesterov=False)), torch.ones(SIZE)
+    kept = set(range(SIZE))
+    for _ in range(2):
+        kept -= set(transform(sparsification, tensor, 0, given).apply(tensor)._indices()[0].tolist())
+        residuals.end_step()
+    assert residuals.of("layer", SIZE, 1)[min(kept)] == 1 + 1.5
 
 
 def test_a_joining_worker_gets_what_ranks_share() -> None:
