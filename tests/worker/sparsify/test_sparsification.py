@@ -19,6 +19,7 @@ from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.sparsify.agreed import Agreed
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -224,6 +225,18 @@ def test_what_a_failed_push_has_left_is_forgotten_once_another_has_begun(
         request = Request(made.apply(gradient(0)), "layer", options(residuals))
         made.begin(request, lambda _: SuppliedTransfer())
         assert float(residuals.of("layer", SIZE, 1)[0]) == count * float(gradient(0)[0])
+
+
+def test_so_is_what_one_has_left_whose_indices_are_agreed_on() -> None:
+    sparsification, residuals = make("sync.sparsifier=exdyna"), Residuals()
+    kept = set(range(SIZE))
+    for _ in range(2):
+        made = sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
+        assert isinstance(made, Agreed)
+        union = made.apply(gradient(0))
+        made.continue_with(union)
+        kept -= set(union._indices()[0].tolist())
+    assert residuals.of("layer", SIZE, 1)[min(kept)] == 2 * gradient(0)[min(kept)]
 
 
 @pytest.mark.parametrize(
