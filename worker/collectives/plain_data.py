@@ -75,7 +75,5 @@ def check_size(size: int) -> None:
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Copies bytes: uint8 ``[len(data)]`` on the CPU."""
-    if not data:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    """Copies bytes, of which there are any: uint8 ``[len(data)]`` on the CPU."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)

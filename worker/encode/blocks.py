@@ -106,7 +106,7 @@ class BlockTransfer(Transfer):
             return ()
         positions, numbers, ahead = stream.push()
         values = self._values.take(self._firsts[number] + numbers)
-        frames = (encode_blocks(positions, ahead), values.data.cast("B") if values.size else memoryview(b""))
+        frames = (encode_blocks(positions, ahead), values.data.cast("B"))
         self._pushed_bytes += frames[0].nbytes + frames[1].nbytes
         chunk = EncodedChunk(sharding.home, number, len(stream.asked), len(positions), "bitmap", frames)
         return (structs.replace(self._encoded, sharding=sharding, chunks=(chunk,), phase=stream.phase),)

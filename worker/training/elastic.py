@@ -98,12 +98,16 @@ class TrainingState:
         """Makes all ranks equal, in place, to the lowest rank that is not joining."""
         world = PROCESS.world
         has_state, world.is_joining = not world.is_joining, False
-        while True:
-            with_state = allgather_int(int(has_state), "state/root")
-            if not with_state:
-                raise PeerLostError("all workers that had the state of this job were lost")
-            with contextlib.suppress(RootLostError):  # raised on all ranks: they choose the next root
-                return self._adopt(min(with_state))
+        try:
+            while True:
+                with_state = allgather_int(int(has_state), "state/root")
+                if not with_state:
+                    raise PeerLostError("all workers that had the state of this job were lost")
+                with contextlib.suppress(RootLostError):  # raised on all ranks: they choose the next root
+                    return self._adopt(min(with_state))
+        except BaseException:  # also Ctrl-C: in another try, this rank still has no state to give
+            world.is_joining = not has_state
+            raise
 
     def _adopt(self, root: int) -> None:
         if self._model is not None:

@@ -1,11 +1,13 @@
-"""Parameter-server backend: how many rows the chunks of a sparsified gradient are formed for."""
+"""Parameter-server backend: for how many rows chunks are formed, and rounds that cannot begin."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
@@ -20,22 +22,24 @@ from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
-from zenps.worker.core.statistics import Statistics
+from zenps.worker.core.statistics import Counted, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import make_sparsification
 
 SIZE = 400_000
+GIVEN_UP = Mock()
 
 
-def make_backend(sparsifier: str) -> ServerBackend:
-    """Without a cluster: nothing is sent."""
-    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.1"]
+def make_backend(sparsifier: str, values: str = "same") -> ServerBackend:
+    """Without a cluster: nothing is sent, and :data:`GIVEN_UP` notes what is given up."""
+    GIVEN_UP.reset_mock()
+    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.1", f"sync.values={values}"]
     config, metrics = load(sets=sets, environ={}).config, WorkerMetrics(CollectorRegistry())
     statistics, scheme = Statistics(metrics), scheme_of("zenps")
     session = SimpleNamespace(
         config=config,
-        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin),
+        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, give_up=GIVEN_UP),
         statistics=statistics,
         metrics=metrics,
         spans=Spans(),
@@ -62,3 +66,51 @@ def test_what_was_selected_is_sharded_for_as_many_rows_as_were_pulled_last(pulle
 def test_what_ranks_have_agreed_on_is_sharded_for_what_they_expect() -> None:
     (encoded,) = push(make_backend("exdyna"), gradient(0, SIZE), Residuals()).transfer.begin()
     assert encoded.expected_rows == SIZE // 10
+
+
+def test_a_gradient_takes_as_many_names_as_it_has_rounds() -> None:
+    for sparsifier, names in (("none", 1), ("topk", 1), ("exdyna", 3)):
+        assert push(make_backend(sparsifier), gradient(0, SIZE), Residuals()).progress.names == names
+
+
+def test_what_was_pushed_is_added_again_if_it_is_pushed_again() -> None:
+    backend, residuals = make_backend("topk"), Residuals()
+    push(backend, gradient(0, SIZE), residuals)
+    assert residuals.feedback("layer", SIZE, torch.float32).added_step is None
+
+
+@pytest.mark.parametrize(
+    ("sparsifier", "values", "leaves"),
+    [("none", "same", False), ("none", "int8", True), ("topk", "same", True)],
+)
+def test_a_residual_has_the_name_of_what_is_not_pushed_exactly(
+    sparsifier: str, values: str, leaves: bool
+) -> None:
+    backend, request = make_backend(sparsifier, values), Request(gradient(0), "layer", options(Residuals()))
+    assert backend.residual_name(request) == ("layer" if leaves else None)
+    for exact in (Request(gradient(0), "layer"), request._replace(tensor=torch.ones(3, dtype=torch.int64))):
+        assert backend.residual_name(exact) is None
+
+
+def push_for_once_without_memory(
+    backend: ServerBackend, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> Pending:
+    """A push that fails, then one that does not, of the same name."""
+    request = Request(gradient(0, SIZE), "layer")
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._planner, "begin", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            backend.begin(request, counted)
+    return backend.begin(request, counted)
+
+
+def test_a_round_that_cannot_begin_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert push_for_once_without_memory(make_backend("none"), "round", monkeypatch).progress.step == 0
+    GIVEN_UP.assert_not_called()
+
+
+def test_one_on_which_ranks_have_agreed_fails_on_all_and_has_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert push_for_once_without_memory(make_backend("none"), "rows", monkeypatch).progress.step == 1
+    GIVEN_UP.assert_called_once_with("layer", 0)

@@ -90,8 +90,9 @@ def reduce_in_streams(
         assert all(streams.keys() == in_flight[0].keys() for streams in in_flight)
     for rank, (tensor, transfer) in enumerate(zip(tensors, transfers, strict=True)):
         assert pushed_blocks[rank] == blocks_not_zero(tensor, plan)
-        report = transfer.report(Progress(0))
-        assert (report.pushed_bytes, report.dense_bytes) == (pushed_bytes[rank], 2 * tensor.nbytes)
+        report = transfer.report(Progress(0, pulled_bytes=7))
+        assert (report.pushed_bytes, report.pulled_bytes) == (pushed_bytes[rank], 7)
+        assert report.dense_bytes == 2 * tensor.nbytes
         pointers = report.pushed_bytes - pushed_blocks[rank] * plan.block * tensor.dtype.itemsize
         assert 0 <= pointers <= 8 * (plan.blocks + plan.streams)
     return [transfer.finish() for transfer in transfers]

@@ -354,9 +354,33 @@ def test_only_gradients_of_float32_are_quantized(form: ValueForm) -> None:
         assert encode(planner, tensor, "gradient", "nothing").values == "same"
 
 
+def test_a_tensor_that_is_in_no_streams_takes_one_name() -> None:
+    planner, request = planner_of("same"), Request(torch.ones(1_000_000), "weight")
+    assert planner.count_names(request) == 1
+    assert planner.first_rounds(request, 5) == [("weight", 5)]
+
+
+def test_positions_of_a_scheme_that_has_a_codec_travel_in_no_other() -> None:
+    rows = sparse(torch.arange(100_000), torch.ones(100_000, 1), (100_000, 1))
+    assert {chunk.codec for chunk in encode(planner_of("same"), rows, "value").chunks} == {"dense"}
+    chunks = encode(planner_of("same", "sparse-ps"), rows, "value").chunks
+    assert {chunk.codec for chunk in chunks} == {"coo"}
+
+
+def test_rows_without_values_are_never_dense() -> None:
+    """Servers take memory for positions only if bytes came for them."""
+    planner, size = planner_of("same"), 100_000
+    for rows, is_coo in ((torch.arange(size), True), (torch.arange(0, size, 2), False)):
+        encoded = encode(planner, sparse(rows, torch.ones(len(rows), 0), (size, 0)), "value")
+        assert all((chunk.codec == "coo") == is_coo for chunk in encoded.chunks)
+
+
 def test_same_is_the_default() -> None:
     assert Config().sync.values == "same"
     assert encode(planner_of("same"), rows_of(50), "gradient").values == "same"
+    options = Options(purpose="gradient", residuals=Residuals())
+    assert not planner_of("same").quantizes(Request(rows_of(50), "weight", options))
+    assert planner_of("int8").quantizes(Request(rows_of(50), "weight", options))
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float32])
@@ -373,6 +397,7 @@ def test_only_tensors_of_the_training_go_in_streams(
     assert {encoded.kind for encoded in begun} == {"blocks" if in_streams else "dense"}
     assert len(begun) == planner.count_names(request)
     assert (len(begun) > 1) == in_streams
+    assert [each.round_of("weight", 5) for each in begun] == planner.first_rounds(request, 5)
 
 
 def test_names_of_streams_have_to_be_names_too() -> None:

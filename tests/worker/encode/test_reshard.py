@@ -40,11 +40,13 @@ from tests.worker.encode.test_transfer import (
 )
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.config.sizes import message_bytes
+from zenps.errors import TensorError
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies import strategy
 from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
+from zenps.wire.tensors import POSITION_BYTES
 from zenps.worker.core.request import Request, table_shape
 from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
@@ -251,6 +253,68 @@ def test_no_message_of_many_workers_is_larger_than_servers_plan_for(scheme: str,
     for chunk in encoded.chunks:
         # Dense chunks end at granules.
         assert sum(frame.nbytes for frame in chunk.frames) <= message_bytes(config) + 4 * DENSE_GRANULE
+
+
+# ── sizes and order ─────────────────────────────────────────────────────────────────────────────
+
+
+def sharding_of(sync: SyncConfig, columns: int = 1, expected_rows: int = 0) -> Sharding:
+    """Of 100,000 rows of float32 over three servers, whose messages have at most 64 KiB."""
+    config = Config(sync=sync, cluster=ClusterConfig(max_message_bytes=64 << 10))
+    sharder = Sharder(config, scheme_of(sync.scheme).wire, view_of([0, 1, 2]))
+    return sharder.shard_sparse("weight", 100_000, columns, torch.float32, expected_rows)
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        SyncConfig(codec="bitmap"),
+        SyncConfig(codec="bitmap", partition="centralized"),
+        SyncConfig(scheme="zen"),
+    ],
+    ids=["setting", "one server", "scheme"],
+)
+def test_spans_are_bounded_where_bytes_grow_with_them(sync: SyncConfig) -> None:
+    spans = [each.span for each in sharding_of(sync).ranges().values()]
+    assert sum(spans) >= 100_000
+    assert max(spans) * POSITION_BYTES <= 32 << 10
+
+
+def test_elsewhere_chunks_are_cut_by_what_is_expected_if_at_all() -> None:
+    sync = SyncConfig(chunk_bytes=64 << 10)
+    assert [sharding_of(sync, 1, rows).chunks for rows in (0, 100_000)] == [1, 7]
+    assert sharding_of(structs.replace(sync, scheme="sparse-ps"), 1, 100_000).chunks == 1
+
+
+def test_only_single_elements_stay_together() -> None:
+    for scheme, columns, granule in (("zenps", 1, 32), ("zenps", 2, 1), ("zen", 1, 1)):
+        layout = sharding_of(SyncConfig(scheme=scheme), columns).layout
+        assert layout is not None
+        assert layout.granule == granule
+
+
+def test_ranges_of_servers_are_contiguous_where_the_scheme_says_so() -> None:
+    for sync in (SyncConfig(partition="parallel"), SyncConfig(scheme="sparse-ps")):
+        layout = sharding_of(sync).layout
+        assert layout is not None
+        assert layout.keeps_order == (sync.scheme == "sparse-ps")
+
+
+def test_rows_larger_than_messages_are_refused() -> None:
+    most = (32 << 10) // 4 - 2
+    sharding_of(SyncConfig(), most)
+    with pytest.raises(
+        TensorError, match=r"1 row\(s\) of 8191 torch.float32.* expected at most 32768, half of"
+    ):
+        sharding_of(SyncConfig(), most + 1)
+
+
+def test_a_new_ring_has_the_codec_of_the_scheme() -> None:
+    planner, sharder = make_planner([0, 1], "sparse-ps")
+    rows = torch.sparse_coo_tensor(torch.arange(5000)[None], torch.ones(5000, 1), check_invariants=True)
+    encoded = encode(planner, rows)
+    sharder.follow(view_of([2, 3, 4]))
+    assert {chunk.codec for chunk in sharder.reshard("weight", encoded).chunks} == {"coo"}
 
 
 def test_streams_of_a_new_ring_lie_where_they_would_at_first() -> None:

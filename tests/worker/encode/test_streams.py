@@ -66,7 +66,7 @@ def test_every_block_that_is_not_zero_travels_once_and_no_other_is_asked_for(
     ],
 )
 def test_answers_that_no_pushes_come_to_are_refused(present: list[int], ahead: list[int]) -> None:
-    stream = Stream(np.array([0, 4, 6]), count=10, columns=2)
+    stream = Stream(np.array([0, 4, 6]), count=11, columns=2)
     positions, _, own = stream.push()
     assert (positions.tolist(), own.tolist()) == ([0], [4, NONE_LEFT])
     with pytest.raises(ProtocolError, match="blocks"):

@@ -14,11 +14,12 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.sparsifiers.base import Above, Sparsifier, Step
+from zenps.sparsifiers.base import Above, Momentum, Sparsifier, Step
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.sparsify.agreed import Agreed
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -117,6 +118,10 @@ def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) ->
 )
 def test_what_stays_whole(tensor: Tensor, given: Options) -> None:
     assert make().transform(Request(tensor, "layer", given), 0) is None
+
+
+def test_the_smallest_gradient_that_is_thinned_out() -> None:
+    assert make().covers(Request(gradient(0, SMALL_FLOATS), "layer", options(Residuals())))
 
 
 def test_nothing_is_made_where_nothing_is_left_out() -> None:
@@ -222,6 +227,18 @@ def test_what_a_failed_push_has_left_is_forgotten_once_another_has_begun(
         assert float(residuals.of("layer", SIZE, 1)[0]) == count * float(gradient(0)[0])
 
 
+def test_so_is_what_one_has_left_whose_indices_are_agreed_on() -> None:
+    sparsification, residuals = make("sync.sparsifier=exdyna"), Residuals()
+    kept = set(range(SIZE))
+    for _ in range(2):
+        made = sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
+        assert isinstance(made, Agreed)
+        union = made.apply(gradient(0))
+        made.continue_with(union)
+        kept -= set(union._indices()[0].tolist())
+    assert residuals.of("layer", SIZE, 1)[min(kept)] == 2 * gradient(0)[min(kept)]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [None, [], {}, {"tensors": 3}],
@@ -265,6 +282,16 @@ def test_steps_continue_from_a_state_and_begin_anew_when_workers_join() -> None:
         transform(again, gradient(0), step, options(others)).gradient.step.number for step in (0, 1, 0, 1)
     ]
     assert numbers == [5, 6, 0, 1]
+
+
+def test_momentum_stays_when_workers_join() -> None:
+    sparsification, residuals = make("sync.sparsifier=dgc"), Residuals()
+    given, tensor = options(residuals, momentum=Momentum(0.5, nesterov=False)), torch.ones(SIZE)
+    kept = set(range(SIZE))
+    for _ in range(2):
+        kept -= set(transform(sparsification, tensor, 0, given).apply(tensor)._indices()[0].tolist())
+        residuals.end_step()
+    assert residuals.of("layer", SIZE, 1)[min(kept)] == 1 + 1.5
 
 
 def test_a_joining_worker_gets_what_ranks_share() -> None:

@@ -63,6 +63,20 @@ def test_names_are_those_of_all_ranks_whatever_memory_is_used_again() -> None:
     assert len(set(names)) == len({name for _, name in names}) == 20
 
 
+def test_all_of_a_layout_is_pushed_at_first_and_vectors_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, state = FakeWorld(), CommHookState()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    monkeypatch.setattr(FakeBucket, "index", lambda _: 5)
+    bucket = FakeBucket(*(nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (4,), (2, 2), ())))
+    for is_sparsifiable in (False, True):
+        comm_hook(state, bucket).wait()  # type: ignore[arg-type]
+        (request,) = world.requests.values()
+        assert request.options.exact == ((6, 10), (14, 15))
+        assert request.options.is_sparsifiable == is_sparsifiable
+        assert (request.options.average, request.options.priority) == (True, 5)
+        assert (request.options.purpose, request.options.residuals) == ("gradient", state._residuals)
+
+
 def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     world, state = FakeWorld(), CommHookState()
     monkeypatch.setattr(PROCESS, "_world", world)

@@ -10,7 +10,7 @@ import torch
 
 import zenps as zps
 from zenps.buffers import BufferPool
-from zenps.errors import PeerLostError, UsageError
+from zenps.errors import DeadlineError, PeerLostError, UsageError
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
@@ -20,8 +20,10 @@ from zenps.worker.collectives.allgather import allgather_int
 from zenps.worker.core.transfer import Answer, Sharding
 from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.quantizer import Unchanged
+from zenps.worker.process import PROCESS
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
+from zenps.worker.training import elastic
 
 ALL = frozenset({0, 1, 2})
 FRAMES = (memoryview(b""), memoryview(b"values"))
@@ -202,6 +204,28 @@ def test_optimizers_are_a_list() -> None:
     optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(UsageError, match=r"expected a list of optimizers, got SGD; pass \[optimizer\]"):
         zps.TrainingState(optimizers=optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_worker_that_joins_has_no_state_before_it_got_that_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PROCESS.world, "is_joining", True, raising=False)
+    said: list[int] = []
+
+    def gather(has_state: int, name: str) -> dict[int, int]:
+        said.append(has_state)
+        if len(said) == 1:
+            raise DeadlineError(name)
+        return {0: 1}  # another rank has it
+
+    monkeypatch.setattr(elastic, "allgather_int", gather)
+    with pytest.raises(DeadlineError):
+        zps.TrainingState(step=0)
+    assert PROCESS.world.is_joining
+    zps.TrainingState(step=0)
+    assert said == [0, 0]
+    assert not PROCESS.world.is_joining
 
 
 @pytest.mark.usefixtures("alone")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,3 +102,34 @@ def test_without_weight_decay_infinite_weights_leave_gradients_as_they_are(
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.data.fill_(-math.inf)
     assert gradients_of_a_step(optimizer, correction) == ([1.0] * 3, [1.0] * 2)
+
+
+@pytest.mark.parametrize(
+    "other", [{"momentum": 0.25}, {"nesterov": True}, {"dampening": 0.5}, {"maximize": True}]
+)
+def test_groups_that_cannot_be_corrected_alike_are_refused(other: dict[str, Any]) -> None:
+    groups: list[dict[str, Any]] = [{"params": [Parameter(torch.ones(2))]} for _ in range(2)]
+    optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.5)
+    optimizer.param_groups[1].update(other)
+    with pytest.raises(
+        UsageError, match=r"dgc: .*expected one momentum for all, without dampening or maximize"
+    ):
+        MomentumCorrection(optimizer, "dgc")
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("momentum", "decay", "is_refused"), [(0.5, 0.0, True), (0.0, 0.25, True), (0.0, 0.0, False)]
+)
+def test_a_sparse_gradient_has_neither_momentum_nor_decay(
+    momentum: float, decay: float, is_refused: bool
+) -> None:
+    parameter, gradient = Parameter(torch.ones(3, 2)), torch.eye(3, 2).to_sparse(1)
+    correction = MomentumCorrection(
+        optimizer := torch.optim.SGD([parameter], 1.0, momentum, 0.0, decay), "dgc"
+    )
+    parameter.grad = gradient
+    with pytest.raises(UsageError, match="expected dense gradients") if is_refused else nullcontext():
+        correction.apply(set())
+    assert parameter.grad is gradient
+    assert not optimizer.state

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -218,14 +219,17 @@ def test_a_follower_is_told_why_its_leader_cannot_push(beside: Host, kind: type[
             assert str(outcome) == reason
 
 
-def test_a_leader_that_leaves_tells_its_follower_nothing(beside: Host) -> None:
+def test_a_leader_that_leaves_tells_its_follower_nothing(
+    beside: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler does, and names it."""
-    servers = beside.leader._servers
+    servers, told = beside.leader._servers, Mock()
     assert isinstance(servers, Servers)
     servers.refusal = LeftError()
+    monkeypatch.setattr(beside.leader, "_tell", told)
     leads, follows = beside.begin()
     assert isinstance(outcome_of(leads), LeftError)
-    time.sleep(0.1)
+    told.assert_not_called()
     assert not follows.has_ended
 
 
