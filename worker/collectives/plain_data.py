@@ -75,5 +75,5 @@ def check_size(size: int) -> None:
 
 
 def as_tensor(data: bytes) -> Tensor:
-    """Copies bytes, of which there are any: uint8 ``[len(data)]`` on the CPU."""
+    """Copies at least one byte: uint8 ``[len(data)]`` on the CPU."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
