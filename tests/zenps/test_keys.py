@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import stat
 import threading
@@ -70,6 +71,36 @@ def test_an_interrupt_right_after_a_file_is_made_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         generate(tmp_path / "keys", workers=1, servers=1)
     assert not [*tmp_path.glob("keys/*")]
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_right_after_the_list_is_written_leaves_all_that_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def replace_and_interrupt(path: Path, target: Path) -> Path:
+        replaced = replace(path, target)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        return replaced
+
+    monkeypatch.setattr(Path, "replace", replace_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path / "keys", workers=1, servers=1)
+    assert load(tmp_path / "keys", "worker", 0).name == "worker-0"
+    assert generate(tmp_path / "keys", workers=1, servers=1) == []
+
+
+def test_a_secret_that_does_not_fit_on_the_disk_is_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            generate(tmp_path / "keys", workers=1, servers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.glob("keys/*")]
+    assert len(generate(tmp_path / "keys", workers=1, servers=1)) == 4
 
 
 @pytest.mark.usefixtures("umask")
