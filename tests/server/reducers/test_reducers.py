@@ -280,6 +280,11 @@ EMPTY = memoryview(b"")
             "24 bytes of int8 values .* expected 8",
         ),
         (msgspec.structs.replace(SPARSE, values="float16"), SPARSE_FRAMES, "for 2 × 3, expected 12"),
+        (
+            msgspec.structs.replace(SPARSE, kind="blocks", codec="bitmap", rows=0, values="float16"),
+            (EMPTY, EMPTY),
+            "blocks with codec 'bitmap' and values 'float16', expected bitmap and same",
+        ),
         (msgspec.structs.replace(DENSE, values="bfloat16"), DENSE_FRAMES, "for 8 × 1, expected 16"),
         (msgspec.structs.replace(DENSE, values="int8"), DENSE_FRAMES, "for 8 × 1, expected 9"),
         (
