@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import stat
@@ -133,6 +134,13 @@ def test_nothing_is_overwritten_and_what_lacks_is_added(directory: Path) -> None
     assert {file: after[file] for file in before} == before
     assert load(directory, "worker", 2).name == "worker-2"
     assert mode(directory / LIST_NAME) == 0o600
+
+
+def test_a_list_that_was_edited_may_lack_its_last_line_end(directory: Path) -> None:
+    file = directory / LIST_NAME
+    file.write_text(file.read_text().rstrip("\n"))
+    assert generate(directory, workers=3, servers=1) == ["worker-2"]
+    assert [load(directory, "worker", rank).name for rank in (1, 2)] == ["worker-1", "worker-2"]
 
 
 def test_secret_of_a_revoked_node_is_not_overwritten(directory: Path) -> None:
@@ -267,6 +275,7 @@ def test_malformed_secret_is_refused_and_not_shown(directory: Path, content: str
     (directory / "worker-0.secret").write_text(content)
     text = refused(directory)
     assert "security.secret" in text
+    assert re.search("expected (one line|TOML as zenps keygen writes it)", text)
     assert GOOD not in text
 
 
