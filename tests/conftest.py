@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from benchmarks.hosts import why_not_here
@@ -15,6 +16,10 @@ pytest_plugins = ["tests.stolen"]
 
 # torch reads it on import: test processes share few cores, and more threads would fight for them.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Each test has a timeout. Hypothesis's own, 200 ms for an example, fails on a machine that has much to do.
+hypothesis.settings.register_profile("patient", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session", autouse=True)

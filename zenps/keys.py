@@ -212,7 +212,8 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
         if new:
             with _held_signals():
                 made.append(_create(directory / f"{LIST_NAME}.new", text))
-            made[-1].replace(file)  # atomic: readers see the old list or the new one
+                made[-1].replace(file)  # atomic: readers see the old list or the new one
+                made.clear()  # a listed node keeps its secret, whatever comes now
         return new
     except BaseException as error:
         for path in made:
@@ -249,7 +250,11 @@ def _held_signals() -> Iterator[None]:
 
 def _create(path: Path, text: str) -> Path:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(fd, "w", encoding="utf-8") as stream:
-        os.fchmod(fd, 0o600)  # the umask may have taken even the owner's permissions
-        stream.write(text)
+    try:
+        with open(fd, "w", encoding="utf-8") as stream:
+            os.fchmod(fd, 0o600)  # the umask may have taken even the owner's permissions
+            stream.write(text)
+    except OSError:  # a file of half a secret would be in the way of the next try
+        path.unlink()
+        raise
     return path

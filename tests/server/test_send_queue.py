@@ -75,6 +75,9 @@ def test_a_peer_that_reads_gets_everything(pair: tuple[SendQueue, Socket]) -> No
         send_queue.send(b"peer", b"%d" % number, [BIG, memoryview(b"end")])
         envelope, big, end = dealer.recv_multipart()
         assert (envelope, len(big), end) == (b"%d" % number, len(BIG), b"end")
+    assert send_queue._queues[b"peer"].size_bytes <= MAX_BYTES  # what it has read is not kept
+    send_queue.send(b"peer", b"envelope", [])
+    assert not send_queue.is_any_full()
     assert send_queue.look() == {}
 
 
@@ -123,3 +126,4 @@ def test_a_peer_that_is_not_connected_is_reported(pair: tuple[SendQueue, Socket]
     with pytest.raises(zmq.ZMQError) as caught:
         send_queue.send(b"nobody", b"envelope", [BIG])
     assert caught.value.errno == zmq.EHOSTUNREACH
+    assert not send_queue._queues

@@ -24,11 +24,12 @@ from zenps.finalizers import run_finalizers
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF
 from zenps.server.replies import ReplySender
-from zenps.server.shared_memory import SharedMemoryPeers
+from zenps.server.shared_memory import SharedMemoryPeers, _Peer
 from zenps.server.workers import Workers
 from zenps.wire.messages import Hello
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import server_name
+from zenps.wire.shared_memory.loans import DROPPED
 from zenps.worker.transport.shared_memory import SharedMemoryPeer
 
 MIB = 1 << 20
@@ -149,6 +150,24 @@ def test_a_result_is_there_until_the_worker_has_dropped_it(both: Both) -> None:
     assert both.server._peers[PEER].loans.lent_bytes == 0
     places = {both.server.find(PEER, [give(both.server)]) for _ in range(10)}
     assert len(places) == 1, "memory is not used again"
+
+
+def test_what_a_worker_says_may_come_in_parts_and_counts_once() -> None:
+    theirs, ours = net.socketpair()
+    ours.setblocking(False)
+    peer = _Peer(ours, None)  # type: ignore[arg-type]
+    with theirs, ours:
+        peer.loans.lend(8, memoryview(VALUES))
+        theirs.send(DROPPED.pack(8)[:3])
+        assert peer.collect()
+        assert peer.loans.lent_bytes == len(VALUES)
+        theirs.send(DROPPED.pack(8)[3:])
+        assert peer.collect()
+        assert peer.loans.lent_bytes == 0
+        peer.loans.lend(8, memoryview(VALUES))
+        theirs.send(DROPPED.pack(16))
+        assert peer.collect()
+        assert peer.loans.lent_bytes == len(VALUES), "lent again, and not dropped again"
 
 
 def test_a_result_that_is_named_twice_is_there_until_both_are_dropped(both: Both) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import signal
 import stat
 import threading
@@ -72,6 +74,36 @@ def test_an_interrupt_right_after_a_file_is_made_leaves_none(
     assert not [*tmp_path.glob("keys/*")]
 
 
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_right_after_the_list_is_written_leaves_all_that_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def replace_and_interrupt(path: Path, target: Path) -> Path:
+        replaced = replace(path, target)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        return replaced
+
+    monkeypatch.setattr(Path, "replace", replace_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path / "keys", workers=1, servers=1)
+    assert load(tmp_path / "keys", "worker", 0).name == "worker-0"
+    assert generate(tmp_path / "keys", workers=1, servers=1) == []
+
+
+def test_a_secret_that_does_not_fit_on_the_disk_is_not_in_the_way_of_the_next_try(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            generate(tmp_path / "keys", workers=1, servers=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.glob("keys/*")]
+    assert len(generate(tmp_path / "keys", workers=1, servers=1)) == 4
+
+
 @pytest.mark.usefixtures("umask")
 def test_files_are_their_owner_s_alone_whatever_the_umask(tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=1, servers=1)
@@ -102,6 +134,13 @@ def test_nothing_is_overwritten_and_what_lacks_is_added(directory: Path) -> None
     assert {file: after[file] for file in before} == before
     assert load(directory, "worker", 2).name == "worker-2"
     assert mode(directory / LIST_NAME) == 0o600
+
+
+def test_a_list_that_was_edited_may_lack_its_last_line_end(directory: Path) -> None:
+    file = directory / LIST_NAME
+    file.write_text(file.read_text().rstrip("\n"))
+    assert generate(directory, workers=3, servers=1) == ["worker-2"]
+    assert [load(directory, "worker", rank).name for rank in (1, 2)] == ["worker-1", "worker-2"]
 
 
 def test_secret_of_a_revoked_node_is_not_overwritten(directory: Path) -> None:
@@ -236,6 +275,7 @@ def test_malformed_secret_is_refused_and_not_shown(directory: Path, content: str
     (directory / "worker-0.secret").write_text(content)
     text = refused(directory)
     assert "security.secret" in text
+    assert re.search("expected (one line|TOML as zenps keygen writes it)", text)
     assert GOOD not in text
 
 

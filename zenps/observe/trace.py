@@ -234,9 +234,10 @@ class Recorder(Trace):
             self._offset = self._clock.offset
             offset_us, error_us = (ns / 1000 for ns in self._offset)
             self._write([self._about(CLOCK, offset_us=offset_us, error_us=error_us)])
-        is_too_much = len(self._pending) == self._pending.maxlen
-        while self._pending:
-            batch = [self._pending.popleft() for _ in range(min(_BATCH, len(self._pending)))]
+        pending = self._pending  # another thread that stops the recording puts an empty one in its place
+        is_too_much = len(pending) == pending.maxlen
+        while pending:
+            batch = [pending.popleft() for _ in range(min(_BATCH, len(pending)))]
             self._write([event for record in batch for event in self._events(record)])
         if is_too_much and self._fd >= 0:
             self._stop("more happens than can be written")

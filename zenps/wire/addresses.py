@@ -11,7 +11,7 @@ import ipaddress
 import socket as net
 import time
 
-from zenps.config.values import is_ip_address, is_loopback, parse_address
+from zenps.config.values import is_loopback, parse_address
 from zenps.errors import ZenPSError
 
 # Between two lookups of a name that cannot be resolved yet.
@@ -68,7 +68,7 @@ def bindable(host: str) -> str:
     found = net.getaddrinfo(host, 0, type=net.SOCK_STREAM)
     family, kind, _, _, target = found[0]
     address = str(target[0])
-    if not (is_ip_address(host) or is_loopback(host)) and (len(found) > 1 or is_loopback(address)):
+    if not is_loopback(host) and (len(found) > 1 or is_loopback(address)):
         return "*"
     with net.socket(family, kind) as probe:
         try:

@@ -115,7 +115,6 @@ class Authenticator:
     def __init__(
         self, ctx: zmq.Context[Socket], keys: Keys | None, count: Callable[[Refusal], None], role: str = ""
     ) -> None:
-        self._ctx = ctx
         self._role = role
         self._keys = keys
         self._count = count

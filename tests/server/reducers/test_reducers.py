@@ -113,6 +113,31 @@ def test_sparse_sums_are_those_of_a_loop_over_ranks(
     assert same_bits(values_got, expected)
 
 
+@pytest.mark.parametrize("form", list(VALUE_CODECS))
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_quantized_values_are_summed_as_float32_and_quantized_again(
+    kind: str, ranks: int, form: ValueForm
+) -> None:
+    """The average of ``ranks`` times the same values, which each form can write, is these values."""
+    codec, columns = VALUE_CODECS[form], 1 if kind == "dense" else 3
+    values = torch.tensor([[64.0], [-127.0], [0.0], [5.0]]).repeat(1, columns)
+    coded = torch.empty(codec.size_bytes(4, columns), dtype=torch.uint8)
+    codec.encode(values, coded, 5)
+    pushes = []
+    for rank in range(ranks):
+        push, frames = sparse_push(rank, [0, 2, 3, 5], values, 6, average=True)
+        if kind == "dense":
+            push = msgspec.structs.replace(push, kind="dense", codec="none", span=4)
+        push = msgspec.structs.replace(push, values=form)
+        pushes.append(read(push, (*(frames[:1] if kind == "sparse" else ()), tensor_bytes(coded))))
+    _, frames = reduce(pushes)
+    got = torch.empty(4, columns)
+    codec.decode(memoryview(bytearray(frames[-1])), got)
+    assert frames[-1].nbytes == coded.nbytes
+    assert got.tolist() == values.tolist()
+
+
 @settings(deadline=None, max_examples=120)
 @given(
     seed=st.integers(0, 1 << 30),
@@ -255,6 +280,11 @@ EMPTY = memoryview(b"")
             "24 bytes of int8 values .* expected 8",
         ),
         (msgspec.structs.replace(SPARSE, values="float16"), SPARSE_FRAMES, "for 2 × 3, expected 12"),
+        (
+            msgspec.structs.replace(SPARSE, kind="blocks", codec="bitmap", rows=0, values="float16"),
+            (EMPTY, EMPTY),
+            "blocks with codec 'bitmap' and values 'float16', expected bitmap and same",
+        ),
         (msgspec.structs.replace(DENSE, values="bfloat16"), DENSE_FRAMES, "for 8 × 1, expected 16"),
         (msgspec.structs.replace(DENSE, values="int8"), DENSE_FRAMES, "for 8 × 1, expected 9"),
         (

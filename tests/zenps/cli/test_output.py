@@ -82,7 +82,7 @@ def test_prefixes_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
     assert (out, err) == ("worker 12 | b\n", "launch    | a\n")
 
 
-def test_reader_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_leaves(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     output = Output(["a"])
     reader, writer = os.pipe()
     os.close(reader)
@@ -91,6 +91,7 @@ def test_reader_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         output.line("a", b"x", is_stderr=False)
         assert isinstance(output.failure, BrokenPipeError)
         output.line("a", b"y", is_stderr=False)
+    assert capfd.readouterr().err == "", "as of other programs before `head`"
 
 
 def test_full_disk(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,24 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     recorder.close()
     assert recorder._fd == -1
     full.close()
+
+
+def test_the_trace_may_end_while_its_thread_takes_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 60.0)  # this test writes
+
+    class Stopping(deque[Any]):
+        def popleft(self) -> Any:
+            recorder._stop("as by a thread that writes the rank on a full disk")
+            return super().popleft()
+
+    recorder = Recorder(tmp_path / "part", "worker")
+    recorder._pending = Stopping(maxlen=tracing.MAX_PENDING)
+    recorder.instant("epoch", 1)
+    recorder.instant("epoch", 2)
+    recorder._flush()
+    assert len(of(events(recorder), cat="epoch")) == 2
 
 
 def test_a_trace_ends_where_the_disk_takes_no_more_of_it(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zenps.errors import ZenPSError
-from zenps.wire.addresses import bindable, find_host, is_reached_by_ipv4, why_unreachable
+from zenps.wire.addresses import bindable, bracketed, find_host, is_reached_by_ipv4, why_unreachable
 from zenps.wire.sockets import bind_router, context
 
 Found = list[tuple[Any, ...]]
@@ -36,6 +36,9 @@ def found(*addresses: str) -> Found:
         ("node1", ("127.0.1.1",), "*"),
         # Others may come by any of them.
         ("node1", ("127.0.0.1", "::1"), "*"),
+        # 0.0.0.0 stands for an address that this machine has, and others reach.
+        ("node1", ("0.0.0.0", "192.0.2.1"), "*"),
+        ("node1", ("0.0.0.0",), "0.0.0.0"),
         # What is before us: NAT, or a service's virtual address.
         ("192.0.2.1", ("192.0.2.1",), "*"),
         ("node1", ("192.0.2.1",), "*"),
@@ -57,6 +60,17 @@ def test_the_family_is_that_of_the_best_address(
 ) -> None:
     monkeypatch.setattr(net, "getaddrinfo", lambda *_, **__: found(*addresses))
     assert is_reached_by_ipv4("node1") is expected
+
+
+def test_only_a_name_that_nobody_knows_yet_is_waited_for() -> None:
+    begin = time.monotonic()
+    with pytest.raises(ZenPSError, match=r"no route to the scheduler at \[fe80::1\]:5"):
+        find_host("[fe80::1]:5", patience_seconds=60.0)  # link-local, and of no interface
+    assert time.monotonic() - begin < 30
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert [bracketed("::1"), bracketed("10.0.0.1"), bracketed("node1")] == ["[::1]", "10.0.0.1", "node1"]
 
 
 def unknown(*_: object, **__: object) -> Found:

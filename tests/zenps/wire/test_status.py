@@ -6,13 +6,15 @@ import json
 import math
 from typing import Any, Literal
 
-from zenps.wire.scheduler_messages import NodeStatus, Status
-from zenps.wire.status import throughput, to_json
+import msgspec
+
+from zenps.wire.scheduler_messages import Change, NodeStatus, Status
+from zenps.wire.status import late_workers, throughput, to_json
 
 
-def node(role: Literal["server", "worker"], **fields: Any) -> NodeStatus:
+def node(role: Literal["server", "worker"], rank: int = 0, **fields: Any) -> NodeStatus:
     values: dict[str, Any] = {"state": "present", "load": {}} | fields
-    return NodeStatus(role, 0, "box", 1, "", "", epoch=3, slots=0, silent_seconds=0.0, **values)
+    return NodeStatus(role, rank, "box", 1, "", "", epoch=3, slots=0, silent_seconds=0.0, **values)
 
 
 def status(*nodes: NodeStatus) -> Status:
@@ -26,6 +28,19 @@ def test_throughput_is_the_sum_of_servers_and_the_mean_of_workers() -> None:
     seen = status(server, server, busy, idle, node("worker", state="lost"))
     expected = {"pushed_bytes": 1024.0, "pulled_bytes": 2.0**21, "rounds": 4.0, "steps": 2.0}
     assert throughput(seen) == json.loads(to_json(seen))["throughput"] == expected
+
+
+def test_stragglers_are_workers_whatever_ranks_servers_have() -> None:
+    late = [node("worker", rank, late_seconds=9.0 * (rank == 1)) for rank in range(4)]
+    seen = status(*late, node("server", 1))
+    assert [n.role for n in late_workers(seen)] == ["worker"]
+    assert json.loads(to_json(seen))["stragglers"] == [1]
+
+
+def test_changes_have_names() -> None:
+    seen = msgspec.structs.replace(status(), changes=(Change(1.5, "worker 0", "lost", 3),))
+    expected = {"seconds_ago": 1.5, "who": "worker 0", "state": "lost", "epoch": 3}
+    assert json.loads(to_json(seen))["changes"] == [expected]
 
 
 def test_json_is_valid_whatever_a_node_reports() -> None:

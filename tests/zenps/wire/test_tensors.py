@@ -15,6 +15,7 @@ from zenps.kernels.base import ACCUMULATE
 from zenps.wire.fields import MAX_COLUMNS, MAX_FRAGMENTS, Dtype
 from zenps.wire.tensors import (
     DTYPES,
+    RECEIVE_BUFFER_BYTES,
     copied_bytes,
     cut_fragments,
     dtype_name,
@@ -80,6 +81,12 @@ def test_large_memory_is_not_copied(name: Dtype) -> None:
     assert got.data_ptr() == tensor.data_ptr()
 
 
+def test_memory_in_a_receive_buffer_is_copied() -> None:
+    """It would keep the whole buffer alive, of which libzmq makes another for each message."""
+    small = filled((RECEIVE_BUFFER_BYTES,), "uint8")
+    assert tensor_from_bytes(tensor_bytes(small), small.dtype, small.shape).data_ptr() != small.data_ptr()
+
+
 @every_dtype
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_copy_is_in_order_and_of_its_own(name: Dtype, shape: tuple[int, ...]) -> None:
@@ -100,6 +107,7 @@ def test_a_copy_of_what_needs_a_gradient_or_is_negated_by_a_flag() -> None:
     assert flagged.is_neg()
     assert copied_bytes(needs) == np.ones(3, np.float32).tobytes()
     assert copied_bytes(flagged) == np.array([-2, -4], np.float32).tobytes()
+    assert copied_bytes(flagged[:1]) == np.array([-2], np.float32).tobytes()
 
 
 @every_dtype
@@ -115,11 +123,12 @@ def test_misaligned_memory_is_copied(name: Dtype, offset: int, rows: int) -> Non
     assert got.data_ptr() % tensor.dtype.itemsize == 0
 
 
-def test_read_only_memory_is_not_written_to() -> None:
-    data = np.arange(4, dtype=np.float32).tobytes()
-    got = tensor_from_bytes(memoryview(data), torch.float32, (4,))
+@pytest.mark.parametrize("count", [4, RECEIVE_BUFFER_BYTES])
+def test_read_only_memory_is_not_written_to(count: int) -> None:
+    data = np.arange(count, dtype=np.float32).tobytes()
+    got = tensor_from_bytes(memoryview(data), torch.float32, (count,))
     got += 1
-    assert data == np.arange(4, dtype=np.float32).tobytes()
+    assert data == np.arange(count, dtype=np.float32).tobytes()
 
 
 @every_dtype
