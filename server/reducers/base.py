@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 
 from msgspec import Struct
 
@@ -23,6 +23,16 @@ from zenps.errors import ProtocolError
 from zenps.kernels.base import Kernels
 from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES
+
+Kept = Literal["while there is room", "until the next step"]
+"""How long an outcome is kept, so that a push that comes again is answered.
+
+Each is kept at most until the next step of the same chunk has its outcome: by then every rank has shown that
+it received its reply. ``while there is room``: the server may forget it before, when the byte budget is used
+up; if a rank lacks its reply, all ranks push again and the round is reduced again, to the same bits.
+``until the next step``: it is never forgotten before, because the reducer has changed its own state, and
+reducing the same pushes again would change that twice.
+"""
 
 
 class Answer(Struct, frozen=True):
@@ -35,14 +45,11 @@ class Answer(Struct, frozen=True):
 
 
 class Outcome(ABC):
-    """What a round ended with. It is kept to answer pushes that are repeated.
-
-    That is at most until the next step of the same chunk has its outcome: by then every rank has shown that
-    it received its reply. The server may forget it before, when the byte budget is used up: if a rank lacks
-    its reply then, all ranks push again, and the round is reduced again, which has to give the same bits.
-    """
+    """What a round ended with. It is kept to answer pushes that are repeated."""
 
     __slots__ = ()
+
+    kept: ClassVar[Kept] = "while there is room"
 
     @property
     @abstractmethod

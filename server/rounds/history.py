@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain
 from typing import Literal
 
 from zenps.config.settings import MAX_NAMES
@@ -42,30 +43,33 @@ class History:
     def __init__(self) -> None:
         self.size_bytes = 0
         self.kept_bytes = 0
+        self._pinned_bytes = 0
         self._newest: dict[str, dict[int, tuple[int, int]]] = {}
         """By tensor and rank, the last step pushed, and in how many chunks: the rank has ended the steps
         before, and has no further chunk of this one."""
         self._names: dict[str, str] = {}
         """Each tensor's name, see :meth:`shared`."""
-        self._kept: OrderedDict[Series, ServerRound] = OrderedDict()
-        """The last ended round of each series whose outcome is kept, oldest first."""
+        self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
+        """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
+        self._pinned: dict[Series, ServerRound] = {}
+        """The last ended round of each series whose outcome is kept ``until the next step``."""
         self._forgotten: OrderedDict[Series, tuple[int, Set[int]]] = OrderedDict()
         """By series, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
         a rank needs it, it is reduced again."""
 
     def __iter__(self) -> Iterator[ServerRound]:
         """The rounds whose outcomes are kept."""
-        return iter(self._kept.values())
+        return chain(self._evictable.values(), self._pinned.values())
 
     @property
     def evictable_bytes(self) -> int:
-        """What there is to gain if all outcomes are forgotten."""
-        return self.kept_bytes - FORGOTTEN_BYTES * len(self._kept)
+        """What there is to gain if all outcomes are forgotten that may be."""
+        return self.kept_bytes - self._pinned_bytes - FORGOTTEN_BYTES * len(self._evictable)
 
     @property
     def evictable(self) -> int:
         """How many outcomes :meth:`forget_oldest` could forget."""
-        return len(self._kept)
+        return len(self._evictable)
 
     def clear(self) -> None:
         """The ring has changed: workers push under the new ring what they still need."""
@@ -73,9 +77,10 @@ class History:
             round_.advance("ring changed")
         self._newest.clear()
         self._names.clear()
-        self._kept.clear()
+        self._evictable.clear()
+        self._pinned.clear()
         self._forgotten.clear()
-        self.size_bytes = self.kept_bytes = 0
+        self.size_bytes = self.kept_bytes = self._pinned_bytes = 0
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────
 
@@ -121,7 +126,8 @@ class History:
 
     def last(self, key: Key) -> ServerRound | None:
         """The last ended round of the same tensor and chunk, if its outcome is kept."""
-        return self._kept.get(key.series)
+        series = key.series
+        return self._evictable.get(series) or self._pinned.get(series)
 
     def forgotten(self, key: Key) -> Set[int] | None:
         """The ranks excluded from the outcome of this round, if that was the last one and is forgotten."""
@@ -131,7 +137,7 @@ class History:
     def keep(self, round_: ServerRound) -> None:
         """Keeps the outcome of a round that has ended, in place of that of an earlier step."""
         series = round_.key.series
-        kept = self._kept.get(series)
+        kept = self._evictable.get(series) or self._pinned.get(series)
         last_step = self._forgotten.get(series, (-1, None))[0] if kept is None else kept.key.step
         if last_step > round_.key.step:
             round_.advance("next step")
@@ -141,11 +147,16 @@ class History:
         self._unmark_forgotten(series)
         self.kept_bytes += round_.size_bytes
         self.size_bytes += round_.size_bytes
-        self._kept[series] = round_
+        assert round_.outcome is not None
+        if round_.outcome.kept == "while there is room":
+            self._evictable[series] = round_
+        else:
+            self._pinned[series] = round_
+            self._pinned_bytes += round_.size_bytes
 
     def forget_oldest(self) -> None:
         """Forgets the outcome that was kept longest, to make room."""
-        round_ = next(iter(self._kept.values()))
+        round_ = next(iter(self._evictable.values()))
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
@@ -153,7 +164,9 @@ class History:
         self.size_bytes += _size_bytes(round_.excluded)
 
     def _drop(self, round_: ServerRound, event: Literal["next step", "over the budget"]) -> None:
-        del self._kept[round_.key.series]
+        if self._evictable.pop(round_.key.series, None) is None:
+            del self._pinned[round_.key.series]
+            self._pinned_bytes -= round_.size_bytes
         round_.advance(event)
         self.kept_bytes -= round_.size_bytes
         self.size_bytes -= round_.size_bytes

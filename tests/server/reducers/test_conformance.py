@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from tests.server.reducers.reduction import (
 )
 from zenps.buffers import BufferPool
 from zenps.errors import ProtocolError
-from zenps.server.reducers.base import Outcome
+from zenps.server.reducers.base import Kept, Outcome
 from zenps.server.reducers.registry import make_reducers
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
@@ -91,6 +92,7 @@ def test_its_size_is_that_of_what_is_kept(pushes: Pushes) -> None:
     outcome = reduced(pushes)
     kept = {id(frame): frame.nbytes for rank in range(3) for frame in outcome.reply(rank).frames}
     assert outcome.size_bytes == sum(kept.values()) > 0
+    assert outcome.kept in get_args(Kept)
     for push, frames in pushes:
         assert read(push, frames).size_bytes >= sum(frame.nbytes for frame in frames)
         assert read(push, frames).size_bytes > RECEIVE_BUFFER_BYTES

@@ -15,8 +15,16 @@ from zenps.wire.messages import Busy
 RANKS = 8
 
 
-def ended(key: Key, excluded: frozenset[int] = frozenset()) -> ServerRound:
-    outcome = FixedOutcome(key)
+class Pinned(FixedOutcome):
+    """The outcome of a reducer that has changed its own state."""
+
+    kept = "until the next step"
+
+
+def ended(
+    key: Key, excluded: frozenset[int] = frozenset(), kind: type[FixedOutcome] = FixedOutcome
+) -> ServerRound:
+    outcome = kind(key)
     return ServerRound(key, state="answered", size_bytes=ROUND_BYTES, excluded=excluded, outcome=outcome)
 
 
@@ -64,6 +72,7 @@ def test_evictable_bytes_are_what_forgetting_frees() -> None:
     past = History()
     for chunk in range(3):
         past.keep(ended(Key("a", 0, chunk)))
+    past.keep(ended(Key("pinned", 0, 0), kind=Pinned))
     to_gain, before = past.evictable_bytes, past.size_bytes
     while past.evictable:
         past.forget_oldest()
@@ -73,8 +82,8 @@ def test_evictable_bytes_are_what_forgetting_frees() -> None:
 def test_the_next_step_takes_the_place_of_what_is_kept_until_then() -> None:
     past = History()
     for step in range(3):
-        past.keep(ended(Key("a", step, 0)))
-        assert (past.size_bytes, past.kept_bytes, past.evictable) == (ROUND_BYTES, ROUND_BYTES, 1)
+        past.keep(ended(Key("a", step, 0), kind=Pinned))
+        assert (past.size_bytes, past.kept_bytes, past.evictable_bytes) == (ROUND_BYTES, ROUND_BYTES, 0)
         last = past.last(Key("a", step, 0))
         assert last is not None
         assert last.key.step == step
@@ -86,14 +95,15 @@ def test_nothing_is_known_under_a_new_ring() -> None:
     assert past.shared("".join(["a", "b"])) is name
     for chunk in range(2):
         past.keep(ended(Key(name, 3, chunk)))
+    past.keep(ended(Key("pinned", 3, 0), kind=Pinned))
     past.forget_oldest()
     past.clear()
     again = "".join(["a", "b"])
     assert past.shared(again) is again
     assert [*past] == []
     assert past.forgotten(Key(name, 3, 0)) is None
-    assert past.last(Key(name, 3, 1)) is None
-    assert past.size_bytes == past.kept_bytes == 0
+    assert past.last(Key(name, 3, 1)) is past.last(Key("pinned", 3, 0)) is None
+    assert past.size_bytes == past.kept_bytes == past.evictable_bytes == 0
 
 
 def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

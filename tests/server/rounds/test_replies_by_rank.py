@@ -1,4 +1,4 @@
-"""A reducer that replies to each rank differently, and computes the reply again for a repeat."""
+"""A reducer that keeps rows, replies to each rank differently, and computes the reply again for a repeat."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.server.reducers.reduction import OrdinaryMemory
-from tests.server.rounds.test_tracker import make_held, make_rounds, peer_of
+from tests.server.rounds.test_tracker import FixedOutcome, make_held, make_rounds, peer_of
 from zenps.buffers import BufferPool
 from zenps.kernels.factory import make_kernels
-from zenps.server.reducers.base import Answer, Outcome, Payload, Reducer
+from zenps.server.reducers.base import Answer, Kept, Outcome, Payload, Reducer
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Push, Result
@@ -31,6 +31,8 @@ class Gradients(Payload, frozen=True):
 
 class NextRows(Outcome):
     """The rows that each rank wants, taken from the table for every reply."""
+
+    kept: Kept = "until the next step"
 
     def __init__(self, push: Push, table: Table, wanted: dict[int, Numbers]) -> None:
         self._push, self._table, self._wanted = push, table, wanted
@@ -110,6 +112,19 @@ def test_a_repeated_push_is_answered_by_computing_again() -> None:
     assert outcome.computed == 3
     assert rows_in(again) == first
     assert reducer.table.tolist() == [-1.5] * ROWS, "gradients count once"
+
+
+def test_an_outcome_that_cannot_be_reduced_again_is_not_forgotten_for_want_of_room() -> None:
+    rounds, reducer = make_rounds(2, budget_bytes=1), TableReducer()
+    run_step(rounds, reducer, 0)
+    for number in range(3):
+        key = Key(f"gradient-{number}", 0, 0)
+        rounds.on_push(make_held(0, key), 0.0)
+        rounds.on_push(make_held(1, key), 0.0)
+        rounds.finish(key, FixedOutcome(key), 0.0)
+    assert [round_.key.tensor for round_ in rounds._history] == ["gradient-2", "table"]
+    (again,) = rounds.on_push(push_of(reducer, 1, 0, [7], 0.5), 1.0)
+    assert rows_in(again) == ([peer_of(1)], [7], [-1.5])
 
 
 def test_it_is_kept_until_the_next_step() -> None:
