@@ -21,7 +21,7 @@ from zenps.scheduler.membership.tracker import Membership
 from zenps.server.reducers.base import AllreduceOutcome
 from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.connections import LOOK_SECONDS, MAX_TIME, _bytes_received
+from zenps.wire.connections import LOOK_SECONDS, MAX_SHARE, _bytes_received
 from zenps.wire.frames import encode
 from zenps.wire.messages import Push, Result
 from zenps.wire.scheduler_link import BEATS_PER_LEASE
@@ -264,7 +264,7 @@ def page(report: Report) -> str:
     machine = f"{report.machine.cpu}, Python {report.versions['python']}"
     parts = [HEAD.format(first=sizes[0].workers, last=largest.workers, machine=machine)]
     parts += ["\n## Scheduler\n\n", table(SCHEDULER, sizes), "\n## Server\n\n", table(SERVER, sizes)]
-    parts += [GROWTH.format(share=MAX_TIME), NEEDS.format(lease=LEASE_SECONDS), "\n", table(NEEDED, sizes)]
+    parts += [GROWTH.format(share=MAX_SHARE), NEEDS.format(lease=LEASE_SECONDS), "\n", table(NEEDED, sizes)]
     view, status = mega(largest.scheduler.view_bytes), mega(largest.scheduler.status_bytes)
     parts += [LIMITS.format(view=view, status=status)]
     parts += ["\nThe data: [scale.json](../benchmarks/results/scale.json).\n"]
@@ -310,7 +310,7 @@ def busy(size: Size) -> float:
 def look(size: Size) -> str:
     """The share of the server's thread that looks take, and how often they come."""
     seconds = size.server.look_seconds
-    every = max(LOOK_SECONDS, seconds / MAX_TIME)
+    every = max(LOOK_SECONDS, seconds / MAX_SHARE)
     return f"{seconds / every:.2%}, every {every:.2g} s"
 
 

@@ -21,8 +21,8 @@ from zenps.config.values import parse_address
 from zenps.wire.connections import Address, Connections
 
 PROBE_SECONDS: Final = (0.02, 0.1, 0.3, 0.6, 1.0)
-"""When a server is probed, from the end of its connection on. Not at once: a message that it leaves may still
-be unread. And a port may accept a connection until its process has closed everything."""
+"""When a server is probed, in seconds after its connection ended. Not at once: a message that it has sent may
+still be unread, and its port may accept connections until the process has closed everything."""
 
 
 class _Suspect(Struct, eq=False):
@@ -33,11 +33,11 @@ class _Suspect(Struct, eq=False):
     since: float
     probes: int = 0
     probe: net.socket | None = None
-    """The connection attempt that goes on."""
+    """The connection attempt in progress."""
 
 
 class Ends:
-    """The ends of servers, as their connections to the scheduler show them. Nothing here blocks.
+    """Detects the ends of servers by their connections to the scheduler. Nothing here blocks.
 
     Args:
         connections: those of the scheduler.
@@ -52,7 +52,7 @@ class Ends:
         self._suspects: dict[bytes, _Suspect] = {}
 
     def on_message(self, descriptor: int, peer: bytes) -> None:
-        """A message of a peer came by the connection with this descriptor; -1 if that is not known."""
+        """A peer has sent a message on the connection with this descriptor; -1 if that is not known."""
         self._peers[descriptor] = peer
         if self._suspects and (suspect := self._suspects.pop(peer, None)) is not None:
             _close(suspect)
@@ -74,7 +74,7 @@ class Ends:
 
     @property
     def due(self) -> float:
-        """When the next look has to be; infinite without suspects."""
+        """When the next look is due; infinite without suspects."""
         return min((_due(suspect) for suspect in self._suspects.values()), default=math.inf)
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ class Ends:
 
 
 def _target(address: str, remote: Address) -> Address | None:
-    """Returns where to probe; None unless the server is seen here at the very address that it has announced.
+    """Returns where to probe; None unless the server connects from the very address that it has announced.
 
-    Another address may lead elsewhere from here, as to another host's loopback, where nothing listens.
+    Seen from here, another address may be another host's, such as its loopback, where nothing listens.
     """
     with contextlib.suppress(ValueError):  # a name, or no address at all
         host, port = parse_address(address.removeprefix("tcp://"))

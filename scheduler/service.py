@@ -57,12 +57,12 @@ TICK_SECONDS = 0.1
 
 MAX_AT_ONCE = 8192
 """How many messages are taken before time may pass. libzmq takes messages from all connections in turn, so
-these include one of each node of the largest job that has sent any. However long this process was held up, it
-hears all nodes before it looks at leases."""
+these include one of every node that has sent any, even in the largest job. However long this process was held
+up, it hears all nodes before it looks at leases."""
 
 FAREWELL_SECONDS = 2.0
-"""How long the scheduler stays after workers that did not end together. Their launcher asks which worker left
-first when their processes have ended, which takes a while."""
+"""How long the scheduler stays after workers that did not end together. Their launcher asks it which worker
+left first, once the processes have ended."""
 
 MAX_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
 """How much a connection may send without completing a message. No valid message is near it."""
@@ -129,7 +129,7 @@ class _Service:
         self.address = address.removeprefix("tcp://")
         self._connections = Connections(self._socket, MAX_UNFINISHED_BYTES)
         self._authenticator.watch(self._connections)
-        # Send also small messages without a copy: a copied message has no tracker that says when it is sent.
+        # Even small messages are not copied: a copied message has no tracker that tells when it is sent.
         self._socket.copy_threshold = 0
         self._unread: dict[bytes, zmq.MessageTracker] = {}
         """The last status sent to each peer, until the peer has read it."""
@@ -138,7 +138,7 @@ class _Service:
         self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
         shared = shared_settings(config)
         secret = keys.secret if keys is not None else b""
-        # 53 bits, which every reader of JSON keeps; 0 is for nodes that know none.
+        # 53 bits, as many as every JSON parser keeps. A node sends 0 if it knows no incarnation.
         incarnation = 1 + secrets.randbits(53)
         self._membership = Membership(
             config.cluster.job, config.cluster, shared, time.monotonic(), secret, incarnation
@@ -162,7 +162,7 @@ class _Service:
             raise
 
     def close(self) -> None:
-        """Releases what must not outlive the sockets."""
+        """Ends the probes and the authenticator, before the context closes the sockets."""
         self._ends.close()
         self._authenticator.close()
 
@@ -248,7 +248,7 @@ class _Service:
                 self._trace.instant("state", self._membership.state)
 
     def _authorized(self, peer: bytes, frame: memoryview, message: ToScheduler) -> ToScheduler:
-        """Authorizes a message. A node that registers under the name of another is told the reason."""
+        """Authorizes a message. A node that registers under another node's name is told why it may not."""
         owner = self._authenticator.owner(frame)
         try:
             return authorize(message, owner, self._membership.name_of(peer))
@@ -258,7 +258,7 @@ class _Service:
             raise
 
     def _has_unread(self, peer: bytes) -> bool:
-        """True if the peer has not read the last status that it asked for: it gets no other before."""
+        """True if the peer has not read the last status that it asked for. Until then it gets no other."""
         self._unread = {other: last for other, last in self._unread.items() if not last.done}
         if peer not in self._unread:
             return False
@@ -295,7 +295,7 @@ class _Service:
         *first, last = (peer, *frames)
         for frame in first:
             self._socket.send(frame, zmq.SNDMORE | zmq.DONTWAIT)
-        # A view's frame, by reference: it waits for many nodes at once.
+        # The frame of a view goes by reference: it is queued for many nodes at once.
         is_large = is_status or len(frames) > 1
         tracker = self._socket.send(last, zmq.DONTWAIT, copy=not is_large, track=is_status)
         if tracker is not None:
@@ -319,7 +319,7 @@ class _Service:
                 self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
 
     def _complete(self, status: Status) -> Status:
-        """Adds this process, of which the membership knows nothing."""
+        """Adds this process, which is not in the table of members."""
         own = NodeStatus(
             role="scheduler",
             rank=0,

@@ -37,36 +37,36 @@ class Dispatcher:
     """Handles the messages of workers.
 
     Args:
-        cluster: the job, and the size of a message.
-        gate: authenticates workers.
+        config: the job's name, the size of a message, and the kernels.
+        authenticator: of workers.
         workers: the members of the latest view.
         rounds: decide when a round is reduced and answered.
         shared_memory: of the workers on this host; results are placed there.
-        replies: sends.
-        counters: count what is received and reduced.
-        trace: records it.
+        replies: sends the replies.
+        metrics: count what is received and reduced.
+        trace: records what is received and reduced.
     """
 
     def __init__(
         self,
         config: Config,
-        gate: Authenticator,
+        authenticator: Authenticator,
         workers: Workers,
         rounds: ServerRounds,
         shared_memory: SharedMemoryPeers,
         replies: ReplySender,
-        counters: ServerMetrics,
+        metrics: ServerMetrics,
         trace: Trace,
     ) -> None:
         self._decoder: Decoder[ToServer] = Decoder(config.cluster.job, ToServer)
-        self._authenticator = gate
+        self._authenticator = authenticator
         self._workers = workers
         self._rounds = rounds
         self._shared_memory = shared_memory
         max_bytes, backend = config.cluster.max_message_bytes, config.kernels.backend
         self._reducers = make_reducers(shared_memory, max_bytes, backend, kernel_threads(config))
         self._replies = replies
-        self._metrics = counters
+        self._metrics = metrics
         self._trace = trace
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────
@@ -76,8 +76,8 @@ class Dispatcher:
 
         Args:
             route: the routing identity of its sender.
-            descriptor: of the connection that it came by.
-            frames: the envelope, and what follows it.
+            descriptor: of the connection on which it came.
+            frames: the envelope, and the tensors' frames.
         """
         peer = public_part(route)
         self._rounds.hold_back(self._replies.is_any_behind())
@@ -166,7 +166,7 @@ class Dispatcher:
             about, pushes = chunk_args(push), len(round_.pushes)
             rows, size = outcome.rows, outcome.size_bytes
             self._trace.did(begin_ns, "aggregate", **about, pushes=pushes, rows=rows, bytes=size)
-        # Before all that is left to do: the ranks wait for them.
+        # Replies go first: the ranks wait for them.
         for reply in self._rounds.replies(round_.key, outcome):
             self._replies.send(reply)
         self._metrics.round_wait_duration.observe(round_.waited_seconds)

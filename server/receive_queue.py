@@ -1,9 +1,9 @@
 """Receive queue: how many pushes libzmq may hold unread, and what that takes of the byte budget.
 
-libzmq reads ahead for each worker, while the server sums, and knows no limit in bytes: only one in messages
-(``RCVHWM``). So the limit in messages is made from their greatest size and the number of workers; where these
-are many, messages are smaller (:mod:`zenps.config.sizes`). What may lie unread counts against the byte
-budget, as pushes do that have been read.
+libzmq reads ahead for each worker while the server sums. It has no limit in bytes, only one in messages
+(``RCVHWM``), which is computed here from the largest message and the number of workers. With many workers,
+messages are smaller (:mod:`zenps.config.sizes`). Unread pushes count against the byte budget like those that
+have been read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Reply sender: encodes each reply once for all its peers, and drops a peer that takes none."""
+"""Reply sender: encodes each reply once for all its peers, and drops peers that do not read."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import zmq
 from msgspec import structs
@@ -15,7 +14,7 @@ from zenps.wire.connections import Connections
 from zenps.wire.fields import Shared
 from zenps.wire.frames import encode
 from zenps.wire.identity import public_part
-from zenps.wire.messages import Busy, Failure, FromServer
+from zenps.wire.messages import Busy, Failure
 
 from .rounds.states import Reply
 from .send_queue import SendQueue, StalledError
@@ -36,7 +35,7 @@ class ReplySender:
         connections: of the data socket.
         shared_memory: in which workers of this host read large values.
         workers: their ranks and names.
-        counters: count what is sent.
+        metrics: count what is sent.
         trace: records what is sent.
 
     Attributes:
@@ -52,7 +51,7 @@ class ReplySender:
         connections: Connections,
         shared_memory: SharedMemoryPeers,
         workers: Workers,
-        counters: ServerMetrics,
+        metrics: ServerMetrics,
         trace: Trace,
     ) -> None:
         self.dropped: dict[bytes, str] = {}
@@ -63,7 +62,7 @@ class ReplySender:
         self._connections = connections
         self._shared_memory = shared_memory
         self._workers = workers
-        self._metrics = counters
+        self._metrics = metrics
         self._trace = trace
 
     def send(self, reply: Reply) -> None:
@@ -78,14 +77,15 @@ class ReplySender:
         frames_bytes = sum([frame.nbytes for frame in reply.frames])
         for peer in reply.peers:
             route = self._workers.routes.get(peer)
-            # One that was dropped is told why its rounds fail, if it comes back.
+            # A dropped peer that comes back is only told why its rounds fail.
             if route is None or (peer in self.dropped and not isinstance(reply.message, Failure)):
                 continue
             begin_ns = now_ns()
             shared = self._shared_memory.find(peer, reply.frames)
             frames = reply.frames if shared is None else reply.frames[:-1]
             if shared not in envelopes:
-                envelopes[shared] = self._encode(reply.message, shared, frames)
+                message = reply.message if shared is None else structs.replace(reply.message, shared=shared)
+                envelopes[shared] = encode(self._job, message, frames)
             envelope = envelopes[shared]
             try:
                 self._send_queue.send(route, envelope, frames)
@@ -95,7 +95,7 @@ class ReplySender:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                # The worker's connection is gone. Its lease says whether the worker is.
+                # The worker's connection is gone. Whether the worker is gone, its lease decides.
                 logger.debug("peer %s is not connected", peer.hex())
                 continue
             if shared is not None:
@@ -107,31 +107,25 @@ class ReplySender:
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)
 
     def is_any_behind(self) -> bool:
-        """True while a worker has more answers to take than may wait for it."""
+        """True while more answers wait for a worker than its send queue may hold."""
         return self._send_queue.is_any_full()
 
     def drop_stalled(self) -> None:
-        """Drops the peers that have taken nothing for long, and holds nobody back for them any more."""
+        """Drops the peers that have taken nothing for long. Rounds are not held back for them any more."""
         for route, reason in self._send_queue.look().items():
             self._drop(public_part(route), route, reason)
-
-    def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
-        """The envelope of ``message``, whose values lie at ``shared`` if they are not in ``frames``."""
-        if shared is not None:
-            message = structs.replace(message, shared=shared)
-        return encode(self._job, message, frames)
 
     def _drop(self, peer: bytes, route: bytes, reason: str) -> None:
         """Stops serving a worker that does not read: frees its send queue, and cuts its connection.
 
-        It may have answers that it has not read yet: what it was lent stays until its process has ended.
+        The memory that it was lent stays lent until its process has ended, as it may still read answers.
         """
         name = self._workers.name_of(peer)
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
         self._send_queue.forget(route)
-        # Those of others may have the descriptor that an earlier one of this peer had.
+        # A descriptor of the peer's earlier connection may be another peer's by now: heard_on has the latest.
         for descriptor in [each for each, heard in self.heard_on.items() if heard == peer]:
             del self.heard_on[descriptor]
             self._connections.cut(descriptor)

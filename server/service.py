@@ -88,7 +88,7 @@ class _Service:
             ctx, host, cluster.server_port, limit, keys, queue.max_messages
         )
         warn_if_open(keys, self._address)
-        # Twice, for positions and values, and two envelopes' worth for the rest.
+        # Twice the limit, for positions and values, and twice an envelope, for everything else.
         self._connections = Connections(self._socket, 2 * (limit + MAX_ENVELOPE_BYTES))
         self._authenticator.watch(self._connections)
         self._link = SchedulerLink(ctx, cluster, "server", keys)
@@ -136,7 +136,7 @@ class _Service:
             try:
                 self._serve_until_told()
             finally:
-                # However it ends: nobody who needs this server should have to wait until its lease expires.
+                # However it ends: other nodes should not have to wait until this server's lease expires.
                 self._link.leave()
         finally:
             self._authenticator.close()
@@ -144,7 +144,7 @@ class _Service:
         if self._failure:
             raise PeerLostError(self._failure)
 
-    # NaN and infinities are added as they are. To say so at each sum would cost as much as a sum of 1 KB.
+    # NaN and infinities are summed without a warning. An errstate for each sum would cost as much as 1 KB's.
     @np.errstate(invalid="ignore", over="ignore")
     def _serve_until_told(self) -> None:
         for waiting in (self._socket, self._link.socket, *self._authenticator.sockets):
@@ -194,7 +194,7 @@ class _Service:
     def _on_view(self, view: View) -> None:
         if view.epoch > self._epoch:
             self._follow(view)
-        # Also if the view is known: the scheduler sends it again until it has heard that.
+        # Even if the view is known already: the scheduler repeats it until it hears that this server has it.
         self._link.beat(time.monotonic(), self._epoch, self._load())
 
     def _follow(self, view: View) -> None:

@@ -1,8 +1,7 @@
 """Shared memory with the workers of this server's host: messages carry the offsets of large values.
 
 A worker leaves what it pushes unchanged until all ranks have their answers. A result lies in this server's
-arena and is lent to each worker that reads it there. Its memory is used again once all of them have dropped
-it.
+arena and is lent to each worker of the host. Its memory is reused once all of them have dropped it.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from zenps.wire.sockets import COPY_BELOW_BYTES
 
 logger = logging.getLogger("zenps.server")
 
-# A socket holds less. So one call reads all that was there when it began, and ends even if the worker never
-# stops sending.
+# Together more than a socket holds: one call reads all that was there when it began, and ends even if the
+# worker never stops sending.
 READ_BYTES, MAX_READS = 65536, 16
 
 
@@ -115,7 +114,7 @@ class SharedMemoryPeers:
         """The values that a worker has named, in its memory.
 
         Raises:
-            ProtocolError: it shares no memory with this server, or not there.
+            ProtocolError: it shares no memory with this server, or ``shared`` is not within it.
         """
         peer = self._peers.get(identity)
         if peer is None:

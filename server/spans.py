@@ -1,4 +1,4 @@
-"""Timeline spans of a server: their names, and the arguments that say which chunk they are about."""
+"""Timeline spans of a server: their names, and the arguments that identify their chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEND_SPANS: Final[dict[type[FromServer], str]] = {
 
 
 def chunk_args(message: Push | FromServer) -> dict[str, object]:
-    """The arguments that say which chunk of which round a message is about."""
+    """The arguments that identify the chunk and round of a message."""
     return {
         "tensor": message.tensor,
         "step": message.step,

@@ -10,10 +10,8 @@ from zenps.wire.scheduler_messages import View
 class Workers:
     """The workers of the latest view: every round waits for all of them.
 
-    They are known by their public identities.
-
     Attributes:
-        peers: these, by rank.
+        peers: their public identities, by rank.
         routes: the routing identity of each that has been heard, by public identity.
     """
 
@@ -37,7 +35,7 @@ class Workers:
         """Notes by which routing identity a worker is reached. Its messages come from there alone.
 
         Raises:
-            ProtocolError: it is reached by another.
+            ProtocolError: it has been heard from another already.
         """
         if self.routes.setdefault(peer, route) != route:
             raise ProtocolError("unexpected", f"a second connection of {self.name_of(peer)}")
@@ -58,8 +56,8 @@ class Workers:
         """Refuses a push that ``peer`` may not send.
 
         Raises:
-            ProtocolError: ``peer`` has another rank; or the push stands for other ranks than different ones
-                of the same host.
+            ProtocolError: ``peer`` has another rank; or the push stands for ranks that are not all different
+                and on its own host.
         """
         if self.peers.get(push.rank) != peer:
             raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")

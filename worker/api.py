@@ -158,9 +158,9 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         TensorError: the tensor cannot be synchronised; nothing was sent. If indices of a tensor on a CUDA
             device lie outside its shape, :func:`synchronize` raises this.
         ConfigError: the tensor is on a CUDA device, and CuPy is not installed.
-        UsageError: ``name`` is in flight already, or 65536 others have been used; it is no string of 1 to
-            1024 characters, of which each ``@`` and ``#`` counts twice; ``priority`` is no integer, or
-            ``average`` no bool; or :func:`init` was not called.
+        UsageError: ``name`` is in flight already, or 65536 others have been used; it is not a string of 1 to
+            1024 characters, of which each ``@`` and ``#`` counts twice; ``priority`` is not an integer, or
+            ``average`` not a bool; or :func:`init` was not called.
     """
     check_outside_graph(tensor, name)
     options = Options(average=average, priority=priority)
@@ -192,7 +192,7 @@ def poll(handle: Pending) -> bool:
     """Returns whether :func:`synchronize` would return, or raise, at once.
 
     Raises:
-        UsageError: ``handle`` is none, such as the result of :func:`push_pull`.
+        UsageError: ``handle`` is not a handle, but the result of :func:`push_pull`, for example.
     """
     return _checked(handle).done()
 
@@ -201,7 +201,7 @@ def synchronize(handle: Pending) -> Tensor:
     """Waits for the result of :func:`push_pull_async`. Errors are those of :func:`push_pull`.
 
     Raises:
-        UsageError: ``handle`` is none, such as the result of :func:`push_pull`.
+        UsageError: ``handle`` is not a handle, but the result of :func:`push_pull`, for example.
     """
     return _checked(handle).wait()
 

@@ -41,7 +41,7 @@ class Prefix:
         """All taken numbers of the world in which this prefix has taken its number."""
 
     def take(self, taken: set[int]) -> None:
-        """Takes a number in the world that has given these."""
+        """Takes a number in the world whose taken numbers these are."""
         if self._number is None or self._number in taken:
             self._number = max(taken, default=-1) + 1
         taken.add(self._number)
@@ -75,7 +75,7 @@ class Process:
         """In a fork: the cluster of its parent, whose threads a fork does not have. It is kept, so that
         nothing of it is closed here."""
         self._scheduler = ""
-        """That of the last cluster that this process has joined."""
+        """The scheduler's address in the last cluster that this process has joined."""
         self._numbers: defaultdict[str, set[int]] = defaultdict(set)
         """The taken numbers of prefixes, by kind: in this world, or in the next one if there is none."""
         self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -97,10 +97,10 @@ class Process:
         return self._world
 
     def require_no_fork(self) -> None:
-        """Checks that this process is no fork of a worker.
+        """Checks that this process is not a fork of a worker.
 
         Raises:
-            UsageError: it is one.
+            UsageError: it is.
         """
         if self._joined_by_parent:
             raise UsageError(FORKED)

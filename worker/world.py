@@ -41,7 +41,7 @@ class World(ABC):
         quantized_run: elements of a dense gradient that are quantized by a common scale; 1 if values are not
             quantized by runs.
         sparsification: of dense gradients; None if they are pushed whole.
-        keeps_residuals: True if settings leave a part of gradients behind, for their next push.
+        keeps_residuals: True if, by the settings, a part of each gradient stays behind until its next push.
         spans: for a timeline.
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
@@ -93,7 +93,7 @@ class World(ABC):
 
     @abstractmethod
     def note_consensus(self, distance: float) -> None:
-        """Notes how far this worker's model was from the average of all, relative to it."""
+        """Notes the distance of this worker's model from the average of all, relative to the average."""
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
@@ -305,7 +305,7 @@ class ClusterWorld(World):
 def _begin(backend: Backend, request: Request) -> Pending:
     """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch.
 
-    Averages of integers and bool are in float64: divided truly, as by torch's ``/``.
+    Averages of integers and bool are float64, as by torch's ``/``.
     """
     tensor, name, options = request
     dtype = tensor.dtype

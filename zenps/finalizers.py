@@ -22,7 +22,7 @@ class _End(weakref.ref[object]):
     args: tuple[object, ...]
 
 
-# A reference that has ended itself would call nothing.
+# The references are kept here: one that is itself gone calls nothing.
 _awaited: dict[int, _End] = {}
 _ended: deque[_End] = deque()
 

@@ -54,7 +54,7 @@ class Keys:
     file: Path
     """The list of public keys."""
     name: str
-    """Of the node that owns the key pair, for example ``worker-3``."""
+    """The name of the node that owns the key pair, for example ``worker-3``."""
     public: bytes
     secret: bytes = field(repr=False)
     owners: Mapping[bytes, str]
@@ -161,7 +161,7 @@ def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[st
 
 
 def _as_key(text: object) -> bytes | None:
-    """``text`` as a key; None if it is none."""
+    """``text`` as a key; None if it is not one."""
     if not isinstance(text, str) or len(text) != 40 or not text.isascii():
         return None
     try:
@@ -240,7 +240,7 @@ def _make_private(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _held_signals() -> Iterator[None]:
-    """Holds back what would end this process between the making of a file and the note that it was made."""
+    """Holds back signals that would end this process after a file was made and before that is noted."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

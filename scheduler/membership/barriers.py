@@ -25,7 +25,7 @@ class Barriers:
 
     Args:
         members: a barrier is complete when all workers that are present have arrived.
-        is_elastic: False: once a worker has left or is lost, every later barrier fails.
+        is_elastic: if False, every barrier fails once a worker has left or is lost.
         deadline_seconds: how long a barrier stays open; may be infinite.
         late: counts how long others waited for each rank.
         incarnation: of the scheduler.
@@ -50,9 +50,9 @@ class Barriers:
         self._incarnation = incarnation
         self._open: dict[int, _Barrier] = {}
         self._failed, self._reason = 0, ""
-        """The number of the last counted barrier that has failed, and why. Workers that were told so are past
-        it: a late one would wait there alone, and remain behind them for good. A restarted scheduler knows it
-        once another has failed."""
+        """The number of the last counted barrier that has failed, and why. The workers that were told so have
+        gone on. A late worker gets the same answer: it would wait there alone, and stay behind the others for
+        good. A restarted scheduler does not know it until another barrier fails."""
         self.passed = 0
         self.ended = False
 
@@ -79,7 +79,7 @@ class Barriers:
         return self._complete(sequence)
 
     def on_removed(self, node: Node) -> list[Send]:
-        """An elastic job has removed a worker. Barriers that only this worker kept open are complete."""
+        """An elastic job has removed a worker. Barriers that waited for this worker alone are complete."""
         self._withdraw(node.rank)
         return [send for sequence in list(self._open) for send in self._complete(sequence)]
 
@@ -97,7 +97,7 @@ class Barriers:
         return sends
 
     def extend(self, seconds: float) -> None:
-        """Gives all open barriers as much longer."""
+        """Moves the deadlines of all open barriers."""
         for barrier in self._open.values():
             barrier.deadline += seconds
 

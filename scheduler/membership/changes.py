@@ -19,11 +19,11 @@ INTERVAL_SECONDS: Final = 0.25
 """How often states are compared. States that last for less, such as confirming, may be missed."""
 
 FEW: Final = 3
-"""So many nodes that change to the same state at once are named. More than these are counted."""
+"""If more nodes than these change to the same state at once, they are counted and not named."""
 
 
 class Changes:
-    """Compares the states of the job and its nodes with those before."""
+    """The latest changes of the states of the job and its nodes, found by comparison."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[float, str, str, int]] = deque(maxlen=KEPT)

@@ -36,7 +36,7 @@ def on_leave(job: Job, node: Node, now: float) -> list[Send]:
 def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool = False) -> list[Send]:
     """A node has been silent for longer than its lease, or is lost for another reason ``why``.
 
-    If its process has not ended, it may still be there, at another scheduler.
+    Unless ``has_ended``, its process may still run, and be registered at another scheduler.
     """
     if job.state == "gathering" or node.state == "waiting":
         job.members.forget(node)
@@ -63,7 +63,7 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
 
 
 def reply_to_departed(job: Job, node: Node) -> list[Send]:
-    """Answers a node that is no member any more with the reason, unless the node has left."""
+    """Tells a node why it is no member any more, unless it has left."""
     if job.state == "failed":
         return [Send(node.peer, Refused("lost", f"the job has failed: {job.failure}"))]
     if node.state == "lost":

@@ -20,7 +20,7 @@ class Drains:
         """An admin client asks to drain a server.
 
         Returns:
-            The immediate answer if there is one, and whether the server has become ``leaving`` by this.
+            The immediate answer if there is one, and whether the request has made the server ``leaving``.
         """
         if state not in ("running", "confirming"):
             return [Send(peer, DrainReply(f"the job is {state}; expected running"))], False

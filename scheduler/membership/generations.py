@@ -9,10 +9,10 @@ from .members import Node
 
 
 def is_stale(message: Register, job: Job) -> bool:
-    """True if a worker registers that torchrun has ended, or soon will.
+    """True if torchrun has ended the worker that registers, or soon will.
 
-    The agent of each node counts only restarts for a failure of its own workers. After a failure on another
-    node its count may be lower than that node's, while all of its workers are new.
+    Each node's torchrun counts only the restarts after failures of its own workers. After a failure on
+    another node, its count may be lower than that node's although all of its workers are new.
     """
     if message.role != "worker" or message.generation >= job.generation:
         return False
@@ -22,9 +22,9 @@ def is_stale(message: Register, job: Job) -> bool:
 
 
 def is_restart(message: Register, job: Job) -> bool:
-    """True if a worker registers that is the first of those that follow the present ones.
+    """True if the worker that registers is the first of the next generation.
 
-    While the job recovers, nobody knows yet who the present ones are.
+    While the job recovers, nobody knows yet which workers are the present generation.
     """
     if message.role != "worker" or job.state == "recovering":
         return False
@@ -42,9 +42,9 @@ def is_restart(message: Register, job: Job) -> bool:
 
 
 def _returns(message: Register, job: Job) -> bool:
-    """True if a worker returns that has left, before all others have, and they cannot go on without it.
+    """True if a worker that has left registers again before all others have left.
 
-    Elastic workers can, unless all have come to the barrier before they leave.
+    In an elastic job the others go on without it, unless all have come to the last barrier.
     """
     if job.cluster.is_elastic and not job.barriers.ended:
         return False
@@ -52,6 +52,6 @@ def _returns(message: Register, job: Job) -> bool:
 
 
 def is_of_process(message: Register, node: Node) -> bool:
-    """True if the process of a worker registers again: a process is one worker at a time."""
+    """True if the process of ``node`` registers again. A process is only one worker at a time."""
     before = node.register
     return (before.host, before.pid, before.rank) == (message.host, message.pid, message.rank)

@@ -31,7 +31,7 @@ class Job:
     Args:
         cluster: its settings.
         now: the time.
-        secret: with which views are sealed; empty without keys.
+        secret: seals views; empty without keys.
         incarnation: of the scheduler.
 
     Attributes:
@@ -40,11 +40,11 @@ class Job:
         failure: why the state is ``failed``; empty in all other states.
         until: when :meth:`on_deadline` is due; infinite if the state may last.
         incarnation: of the scheduler.
-        quorum: whether an elastic job may continue without those that are gone.
+        quorum: whether an elastic job may continue without the members that are gone.
         generation: how often torchrun has restarted the workers.
         restart_reason: why they were restarted last; empty if that is not known.
-        has_replaced: True if it has begun while nodes of a dead job of its name were left over.
-        ended: the ranks of workers whose processes have ended, as far as that was reported.
+        has_replaced: True if the job has begun while nodes of a dead job of the same name were left over.
+        ended: the ranks of workers whose processes are reported to have ended.
     """
 
     def __init__(self, cluster: ClusterConfig, now: float, secret: bytes = b"", incarnation: int = 0) -> None:
@@ -57,7 +57,7 @@ class Job:
         self._begin(now)
 
     def _begin(self, now: float) -> None:
-        """Begins without any node."""
+        """Begins a job without any node."""
         cluster = self.cluster
         self.until = now + cluster.rendezvous_seconds
         self.members = Members()
@@ -77,9 +77,9 @@ class Job:
         self.state = JOB[self.state][event]
 
     def join(self, node: Node, now: float) -> list[Send]:
-        """Adds a node that may join. A worker of a job that has begun waits for its admission.
+        """Adds a node that may join. If the job has begun, a worker waits for its admission.
 
-        A server that comes while there is no worker waits with the other servers for some.
+        If all workers have left, a server waits with the other servers for the next workers.
         """
         if self.is_open_again:
             self.members.add(node)
@@ -137,13 +137,13 @@ class Job:
         return self.cluster.is_elastic and bool(self.members.present("worker"))
 
     def remove_worker(self, gone: Node, now: float) -> list[Send]:
-        """The others continue without a worker, which may have been the only one that they waited for."""
+        """The others continue without a worker. They may have waited for this worker alone."""
         if self.joining.are_all_ready():
             return self._admit(now)
         return self.barriers.on_removed(gone) + self.begin_epoch("a worker removed", now)
 
     def on_admit(self, node: Node, since: int, now: float) -> list[Send]:
-        """A member is ready for the admission of joining workers. It repeats this until it has the view."""
+        """A member is ready for the admission of joining workers. It says so until it has the new view."""
         if self.cluster.is_elastic and since == self.views.admitted:
             self.joining.mark_ready(node)
         return self._admit(now) if self.joining.are_all_ready() else []
@@ -165,7 +165,7 @@ class Job:
         return self.recovery.generation > self.generation or self._has_restarts()
 
     def fail_without_quorum(self, reason: str) -> list[Send]:
-        """Ends an elastic job because of a loss, if another scheduler may continue it with those lost."""
+        """Ends an elastic job after a loss, if another scheduler may continue it with the lost members."""
         if not self.can_shrink() or self.may_restart() or self.quorum.may_continue():
             return []
         gone = listing(self.quorum.missing())
@@ -205,10 +205,10 @@ class Job:
     # ── recovery ────────────────────────────────────────────────────────────────────────────────
 
     def start_recovery(self, now: float) -> None:
-        """A node has returned that knows an earlier scheduler.
+        """A node with the view of an earlier scheduler has returned.
 
-        Nodes that came before have to register again, now that members are known. The generation of the
-        members is not known yet.
+        The nodes that registered before have to do so again, once it is known which of them are members. The
+        generation of the members is not known yet.
         """
         self.advance("recovery started")
         self.until = now + self.cluster.lease_seconds + RECOVERY_GRACE_SECONDS
@@ -223,12 +223,12 @@ class Job:
         is_whole_set = new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers
         if is_whole_set and not self.recovery.has_returned("worker"):
             return self._begin_anew(now)
-        # If all workers had left before, the job is over. But another may begin: its nodes get time for it.
+        # If all workers had left before, the job is over, but the nodes of another get time to begin it.
         has_workers = any(node.role == "worker" for node in self.members)
         return self.recover(now) if has_workers and not self.recovery.missing() else []
 
     def recover(self, now: float) -> list[Send]:
-        """All members have returned to a restarted scheduler, or the time for that is over."""
+        """All members have returned to this restarted scheduler, or the time for their return is over."""
         assert self.recovery.newest is not None
         if self._is_dead() and any(node.role == "worker" for node in self.recovery.new_nodes()):
             return self._begin_anew(now)
@@ -263,7 +263,7 @@ class Job:
         return has_lost or not self.members.present("worker")
 
     def _begin_anew(self, now: float) -> list[Send]:
-        """Begins another job with the nodes that wait. Those that returned are left over from a dead one."""
+        """Begins another job with the nodes that wait. Those that returned are left over from a dead job."""
         left_over = [node for node in self.members.alive() if node.register.view is not None]
         waiting = {node.peer: node for node in self.recovery.new_nodes()}
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
@@ -281,7 +281,7 @@ class Job:
     def drain_servers(self, now: float) -> list[Send]:
         """The last worker has left. Servers stop, unless workers may join again or torchrun may start others.
 
-        torchrun takes a while for that after a failure. After the last barrier it is hardly to be expected.
+        After a failure, torchrun takes a while to start them. After the last barrier it hardly ever does.
         """
         self.advance("workers left")
         joining = self.joining.waiting()
@@ -291,19 +291,19 @@ class Job:
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self.may_restart():
-            most = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
-            seconds = max(seconds, most)
+            patience = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
+            seconds = max(seconds, patience)
         if not seconds:
             return sends + self._stop_servers()
         self.until = now + seconds
         if cluster.is_elastic:
             return sends
-        # Servers tell a restarted scheduler that all workers have left: it does not take them for lost.
+        # A restarted scheduler learns from this view that the workers have left, and are not lost.
         self.views.begin_epoch(keeps_ring=True)
         return sends + [self.send_view(node) for node in self.members.present("server")]
 
     def on_process_ended(self, rank: int) -> list[Send]:
-        """The process of a worker has ended. Once that is true of all, none of them will join again."""
+        """The process of a worker has ended. Once all have ended, no worker will join again."""
         self.ended.add(rank)
         waits = self.is_open_again and not self._has_restarts()
         return self._stop_servers() if waits and self._have_all_ended() else []
@@ -317,7 +317,7 @@ class Job:
         return self.ended.issuperset(range(self.cluster.workers))
 
     def end_if_drained(self) -> list[Send]:
-        """The job has ended once the last server is gone. Another may come as long as workers may."""
+        """Ends the job if the last server is gone, unless workers may join again: then a server may, too."""
         if not self.members.alive() and not self.is_open_again:
             self.advance("servers left")
             self.until = math.inf
@@ -332,7 +332,7 @@ class Job:
         return to_all(self.members.alive(), Refused(kind, reason)) + self.drains.answer(reason)
 
     def on_deadline(self, now: float) -> list[Send]:
-        """The state has lasted :attr:`until`."""
+        """The time :attr:`until` has come."""
         self.until = math.inf
         if self.state == "recovering":
             return self.recover(now)

@@ -36,12 +36,12 @@ class Node(msgspec.Struct, eq=False):
         register: the message with which it registered.
         rank: -1 until it is assigned.
         last_heard: when its last message came.
-        epoch: of the newest view that the node has applied.
+        epoch: that of the newest view that the node has applied.
         state: while the node is in the table, only :meth:`Members.set_state` changes it.
-        load: of its last heartbeat.
+        load: that of its last heartbeat.
         rates: how fast the counters in its loads rise.
         watermark: the newest that it has reported, by :meth:`Members.report`.
-        may_be_elsewhere: True if it is lost, and its process may still be there, and at another scheduler.
+        may_be_elsewhere: True if it is lost, but its process may run and be registered at another scheduler.
     """
 
     peer: bytes
@@ -73,7 +73,7 @@ class Members:
 
     Each heartbeat asks for the nodes in a state and for the least watermark. There may be thousands of
     nodes, so both answers are cached until something changes. Each registration asks who has a rank, and how
-    many nodes there are: it must not look at all others.
+    many nodes there are; the answers are indexed, so that it does not look at all other nodes.
 
     Attributes:
         version: rises with every change of the table, or of a node's state.

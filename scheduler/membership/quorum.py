@@ -37,9 +37,9 @@ def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
 class Quorum:
     """Whether this scheduler may continue with the members that it has.
 
-    A quorum is counted by the members of one view, the *base*. Any quorum of the base knows the newest view,
-    so that a scheduler that is restarted with such a quorum recovers that view. So a newer view becomes the
-    base only once enough members of the old base have it.
+    A quorum is counted by the members of one view, the *base*. Any quorum of the base has to know the newest
+    view, so that a scheduler restarted with that quorum recovers the newest view. Therefore a newer view
+    becomes the base only once enough members of the old base have it.
 
     Args:
         members: the table of nodes.
@@ -49,7 +49,7 @@ class Quorum:
         self._members = members
         self._base: frozenset[Member] = frozenset()
         self._is_ours = True
-        """False if an earlier scheduler has made the base: it may still be there, and continue."""
+        """False if an earlier scheduler has made the base: it may still run, and continue the job."""
         self._newest: frozenset[Member] = frozenset()
         self._epoch = 0
 
@@ -60,7 +60,7 @@ class Quorum:
         self._epoch, self._is_ours = view.epoch, False
 
     def on_view(self, epoch: int) -> None:
-        """There is a view of the members that are present now."""
+        """A new view names the members that are present now."""
         self._advance()
         self._newest = frozenset(_known(node.member) for node in self._members.present())
         self._epoch = epoch
@@ -72,7 +72,7 @@ class Quorum:
         return self._suffices(self._here())
 
     def missing(self) -> list[Member]:
-        """Returns those that may be at another scheduler, of the members that count."""
+        """Returns the members of the base that may be at another scheduler."""
         return sorted(self._base - self._here(), key=lambda each: (each.role, each.rank))
 
     def _here(self) -> set[Member]:
@@ -92,7 +92,7 @@ class Quorum:
     def _suffices(self, part: Collection[Member]) -> bool:
         """Returns whether the members ``part`` are enough to continue.
 
-        They must be a quorum of the base if another scheduler has made it. If this scheduler has made it, it
+        If another scheduler has made the base, they must be a quorum of it. If this scheduler has made it, it
         is enough that the other members are no quorum.
         """
         here = self._base.intersection(part)

@@ -23,8 +23,8 @@ class Recovery:
 
     Attributes:
         newest: the newest view of the job whose workers return; None before the first view of any job.
-        generation: the newest generation of workers that registered and were no members: torchrun has
-            started them.
+        generation: the newest generation of the workers that registered and were no members, but started by
+            torchrun.
         waiting: nodes without a view that were no members, by routing identity. They register once the
             recovery is over.
     """
@@ -40,7 +40,7 @@ class Recovery:
         """Nodes with a view that are no members: they are of another job, or were lost or drained."""
 
     def readmit(self, peer: bytes, message: Register, now: float) -> None:
-        """Adds a node that was a member. Any other node waits if it has no view."""
+        """Adds a node that was a member. Another node waits, if it has no view."""
         node = Node(peer, message, message.rank, last_heard=now)
         if message.view is None:
             self.waiting[peer] = node
@@ -50,7 +50,7 @@ class Recovery:
         self._place(node)
 
     def drop_silent(self, since: float) -> None:
-        """Drops others than members that have not registered since then; heartbeats let each do so again."""
+        """Drops nodes that are no members and have not registered since then. Those alive register again."""
         self.waiting = {peer: node for peer, node in self.waiting.items() if node.last_heard >= since}
         self._others = {peer: node for peer, node in self._others.items() if node.last_heard >= since}
         if len(self._views) > 1:
@@ -63,7 +63,7 @@ class Recovery:
         return any(node.register.view is not None for node in self._members.present(role))
 
     def new_nodes(self) -> list[Node]:
-        """Returns the nodes without a view. They may be another job's, also those taken for members."""
+        """Returns the nodes without a view, also those taken for members: they may all be another job's."""
         taken = [node for node in self._members.alive() if node.register.view is None]
         return [*taken, *self.waiting.values()]
 
@@ -129,12 +129,12 @@ class Recovery:
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
 
-        Only views of servers have the identities of workers. Where there is one, it has to be the same. Keys
-        allow a node no other rank than the one that it registers with.
+        Only servers' views have the identities of workers. If the view has one, it has to be the same. With
+        keys, a node can have no other rank than the one with which it registers.
         """
         alike = [m for m in self._before() if _process(m) == _process(message)]
         ranks = [m.rank for m in alike if m.identity in (b"", public_identity(peer))]
-        # Containers on one machine's network have its name, and each has a process 1.
+        # Containers on a machine's own network share its host name, and each has a process 1.
         if message.rank < 0:
             return next(iter(ranks), None)
         return message.rank if message.rank in ranks else None
@@ -157,7 +157,7 @@ class Recovery:
             self._place(node)
 
     def _likeliest(self) -> View:
-        """Returns the newest view of the job whose workers return; of several, of that which misses fewest.
+        """Returns the newest view of the job whose workers return; of several, of the one that misses fewest.
 
         There are several if a node that is left over from a dead job has not heard of its end.
         """
@@ -181,7 +181,8 @@ class Recovery:
     def _epoch_of(self, view: View | None) -> int:
         """Returns which epoch a node with this view has applied; 0 without a view.
 
-        Two schedulers may have made views of one epoch. Nodes with the other are behind: all get a third.
+        Two schedulers may have made different views of one epoch. Nodes with the other's view count as
+        behind, so that all nodes get a new view.
         """
         if view is None:
             return 0

@@ -13,7 +13,7 @@ from .members import ALIVE, Members, is_on_loopback
 
 Settings = dict[str, str | int | float]
 
-# What a setting is limited by, so that it may differ where all nodes were given the same.
+# Other settings limit these. Their values may differ although all nodes were given the same one.
 LIMITED = {"sync.chunk_bytes": " (cluster.server_budget_bytes and cluster.workers limit it)"}
 
 _REJOIN: Final = "start another, or set cluster.rejoin_seconds for the scheduler if workers join again"
@@ -77,7 +77,7 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
 
 
 def mistaken(message: Register, settings: Settings) -> str:
-    """Returns why this scheduler cannot go on with the job of a worker that returns; empty if it can."""
+    """Returns why this scheduler cannot continue the job of a worker that returns; empty if it can."""
     if differing := _differing(settings, message.settings):
         return (
             f"the worker on host {message.host} with pid {message.pid} returns with a view of an "

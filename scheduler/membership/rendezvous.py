@@ -11,7 +11,7 @@ from .states import JobState
 
 
 def is_complete(members: Members, cluster: ClusterConfig, epoch: int) -> bool:
-    """Returns whether all nodes are there that the rendezvous waits for."""
+    """Returns whether the rendezvous has all nodes that it waits for."""
     expected = _expectations(cluster, epoch)
     return all(members.count(role, "present") >= count for role, count in expected.items())
 

@@ -41,8 +41,8 @@ from .registration import Settings, mistaken, refusal, refusal_to_join
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
-"""A tick may be late by this part of a lease, in which a node sends a heartbeat. If it is later, nobody could
-be heard meanwhile."""
+"""A tick may be late by this part of a lease, the interval of heartbeats. If it is later, the scheduler may
+have heard nobody meanwhile."""
 
 
 class Membership:
@@ -54,11 +54,11 @@ class Membership:
         settings: the scheduler's own :func:`~zenps.config.shared.shared_settings`.
         now: the time of creation; all other times are on the same clock.
         secret: known to the job's schedulers alone, for seals of views; empty without keys.
-        incarnation: a random number, by which nodes tell this scheduler from another; 0: they cannot.
+        incarnation: a random number by which nodes tell this scheduler from another. If it is 0, they cannot.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
-        mistaken: why this scheduler cannot go on with the job whose members return to it; empty if it can.
+        mistaken: why this scheduler cannot continue the job whose members return to it; empty if it can.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Membership:
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 
     def on_message(self, peer: bytes, message: ToScheduler, now: float) -> list[Send]:
-        """A peer has sent a message. One that does not fit the peer's state is ignored."""
+        """A peer has sent a message. It is ignored if it does not fit the peer's state."""
         match message:
             case StatusRequest():
                 return [Send(peer, self.status(now))]
@@ -127,13 +127,13 @@ class Membership:
             late_seconds: by how much this tick is late: the scheduler was stopped, or had no processor.
         """
         sends: list[Send] = []
-        # Nodes return to a restarted scheduler by two messages, and it has to answer the first.
+        # A node returns to a restarted scheduler by two messages: the second follows the answer to the first.
         self._job.until += late_seconds
         if late_seconds > self._cluster.lease_seconds * LATE_PART:
             self._excuse(late_seconds, now)
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
-                sends += self._on_lost(node, now)
+                sends += departures.on_lost(self._job, node, now)
         self._job.recovery.drop_silent(now - self._cluster.lease_seconds)
         if now > self._job.until:
             sends += self._job.on_deadline(now)
@@ -272,9 +272,9 @@ class Membership:
         return sends + job.join(Node(peer, message, message.rank, last_heard=now), now)
 
     def _leave_before(self, message: Register, now: float) -> list[Send]:
-        """A worker joins again after the last barrier, and its Leave, which has another connection, is late.
+        """A worker joins again after the last barrier, before its Leave has come by the old connection.
 
-        Before that barrier it may be another process, whose container has the name and number of the first.
+        Before that barrier it may be another process, in a container with the same host name and process id.
         """
         is_new = message.role == "worker" and message.view is None
         before = self._job.members.holder("worker", message.rank)
@@ -284,16 +284,16 @@ class Membership:
         return departures.on_leave(self._job, before, now)
 
     def _is_for_recovery(self, message: Register) -> bool:
-        """True if the job recovers, or begins to because this node has a view and the scheduler none."""
+        """True if the job recovers, or has to, because this node has a view and the scheduler has none."""
         begins = message.view is not None and self.epoch == 0 and not self._job.has_replaced
         return begins or self.state == "recovering"
 
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
-        """A node registers that has a view of an earlier scheduler, or any node while the job recovers."""
+        """A node with a view of an earlier scheduler registers, or any node while the job recovers."""
         job = self._job
         if message.view is not None and message.role == "worker":
             self.mistaken = self.mistaken or mistaken(message, self._settings)
-        if self.mistaken:  # unanswered, they wait for a scheduler that has their settings
+        if self.mistaken:  # nodes that get no answer wait for a scheduler with their settings
             return []
         if self.state == "gathering":
             job.start_recovery(now)
@@ -308,7 +308,7 @@ class Membership:
         if self.state == "recovering" or not waiting:
             return []
         self._job.recovery.waiting = {}
-        # Some may have died meanwhile, and others have come in their place: those heard last come first.
+        # Some may have died meanwhile, and others taken their place: the nodes heard last come first.
         nodes = sorted(waiting.values(), key=lambda node: -node.last_heard)
         return [send for node in nodes for send in self._on_register(node.peer, node.register, now)]
 
@@ -357,9 +357,6 @@ class Membership:
         for node in (*self._job.members.alive(), *self._job.recovery.waiting.values()):
             node.last_heard = min(node.last_heard + late_seconds, now)
         self._job.barriers.extend(late_seconds)
-
-    def _on_lost(self, node: Node, now: float) -> list[Send]:
-        return departures.on_lost(self._job, node, now)
 
     def _working(self) -> list[int]:
         """The ranks that may wait for one another."""

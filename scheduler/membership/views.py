@@ -21,7 +21,7 @@ class Views:
     Args:
         members: the table of nodes.
         is_elastic: True if views do not name workers that have left.
-        secret: of the job's schedulers; they seal views with it. Empty: views have no seal.
+        secret: of the job's schedulers, to seal views; if it is empty, views have no seal.
         incarnation: of this scheduler.
 
     Attributes:
@@ -44,10 +44,10 @@ class Views:
         self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
         self._made: dict[Role, tuple[tuple[int, int], View]] = {}
-        """The newest view as nodes of a role get it, but for their ranks; and what it was made of."""
+        """By role, the newest view but for the receiver's rank; and the epoch and version it was made of."""
 
     def begin_epoch(self, *, keeps_ring: bool) -> None:
-        """Members have changed. Without a server the ring stays, too."""
+        """Members have changed: begins an epoch. The ring also stays if there is no server."""
         self.epoch += 1
         servers = self._members.present("server")
         if servers and not keeps_ring:
@@ -63,7 +63,7 @@ class Views:
         self._origin = view.origin
 
     def is_of_another(self, view: View) -> bool:
-        """Returns whether neither this scheduler has made ``view`` nor one from whose views it continues."""
+        """Returns whether ``view`` is neither this scheduler's nor one that this scheduler continues."""
         if not (self._incarnation and view.incarnation) or view.incarnation == self._incarnation:
             return False
         epoch, incarnation = self._restored
@@ -77,7 +77,9 @@ class Views:
         return msgspec.structs.replace(self._made[receiver.role][1], rank=receiver.rank)
 
     def _view_of(self, role: Role) -> View:
-        """Rounds wait for all workers of a view: it names those that have left, unless the job is elastic."""
+        """Returns the view for a role. Unless the job is elastic, it also names workers that have left, so
+        that rounds fail which wait for them.
+        """
         states = ("present",) if self._is_elastic else ("present", "left")
         nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
@@ -100,7 +102,7 @@ class Views:
         return msgspec.structs.replace(view, seal=self._seal_of(view))
 
     def is_genuine(self, view: View) -> bool:
-        """Returns whether a scheduler of this job has made ``view``. Without keys it takes any for one."""
+        """Returns whether a scheduler of this job has made ``view``. Without keys, every view passes."""
         return hmac.compare_digest(view.seal, self._seal_of(view))
 
     def _seal_of(self, view: View) -> bytes:

@@ -1,7 +1,7 @@
 """Stall detection: what each worker waits for, once one of them has waited for long. No socket, no clock.
 
-Ranks that do not call the same things equally often wait for one another for ever, as after uneven inputs:
-one in ``step()``, which needs the other's gradients, and the other in ``barrier()``.
+Ranks that do not make the same calls equally often wait for one another for ever. After uneven inputs, for
+example, one is in ``step()``, which needs the other's gradients, and the other is in ``barrier()``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 from zenps.errors import listing
 
 MAX_SHOWN: Final = 16
-"""At most so many ranks of a line, lines of a text, and series of the metric."""
+"""At most so many waits in a text, ranks named for each of them, and series of the metric."""
 
 MAX_CHARACTERS: Final = 8192
-"""Of a text. A tensor's name may have a thousand."""
+"""How long a text may be. The name of one tensor may have a thousand characters."""
 
 LOOK_SECONDS: Final = 1.0
 """Between two looks at the waits of all workers."""
@@ -34,7 +34,7 @@ class Stalls:
     """The waits of all workers, as their heartbeats report them.
 
     Args:
-        limit_seconds: a longer wait is a stall; 0: none is.
+        limit_seconds: a longer wait is a stall; with 0, no wait is.
 
     Attributes:
         longest: the longest stalls at the last look, the longest first.

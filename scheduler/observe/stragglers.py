@@ -15,7 +15,7 @@ NOTABLE_SECONDS: Final = WINDOW_SECONDS / 10
 
 
 class Straggler(NamedTuple):
-    """A rank that others waited for: ``late_seconds`` of the last ``window_seconds``, which are no fewer."""
+    """A rank for which others have waited ``late_seconds`` of the last ``window_seconds``."""
 
     rank: int
     late_seconds: float

@@ -24,7 +24,7 @@ from zenps.wire.scheduler_messages import Status
 from zenps.wire.status import to_tree
 
 FRESH_SECONDS: Final = 0.25
-"""How long one status answers all readers: so the loop makes at most four a second, however many they are."""
+"""How long one status answers all readers. However many they are, the loop makes at most four a second."""
 
 PATIENCE_SECONDS: Final = 2.0
 """How long a reader waits for the loop, which answers ten times a second."""
@@ -40,7 +40,7 @@ Source: https://developer.mozilla.org/en-US/docs/Web/HTTP/Reference/Headers/Cont
 
 
 class _File(NamedTuple):
-    """What a path of the page has."""
+    """The response to a path: its content type and its bytes."""
 
     kind: str
     body: bytes

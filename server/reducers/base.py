@@ -30,8 +30,8 @@ Kept = Literal["while there is room", "until the next step"]
 Each is kept at most until the next step of the same chunk has its outcome: by then every rank has shown that
 it received its reply. ``while there is room``: the server may forget it before, when the byte budget is used
 up; if a rank lacks its reply, all ranks push again and the round is reduced again, to the same bits.
-``until the next step``: it is never forgotten before, because the reducer has changed its own state, and
-reducing the same pushes again would change that twice.
+``until the next step``: it is never forgotten before, because the reducer has changed a state of its own, and
+would change it twice if it reduced the same pushes again.
 """
 
 
@@ -165,7 +165,7 @@ class Reducer(ABC, Generic[P]):
     def check_size(self, push: Push) -> None:
         """Refuses a chunk whose result might not fit into a message.
 
-        All memory that a round takes is in proportion to its span. So this bounds it before anything is read.
+        All memory of a round is in proportion to its span, so it is bounded before anything is read.
 
         Raises:
             ProtocolError: no worker with the same ``cluster.max_message_bytes`` makes such chunks.

@@ -1,4 +1,4 @@
-"""From the ``kind`` of a push to the reducer of its round."""
+"""Registry of reducers, by the ``kind`` of a push."""
 
 from __future__ import annotations
 

@@ -69,10 +69,9 @@ class SparseReducer(Reducer[SparsePayload]):
         union, sums = self._kernels.aggregate(pushed, divisor_of(payloads))
         positions, values = union.numpy(), self._memory.share(quantize(sums, push, self._pool))
         row_bytes = values.nbytes // max(len(union), 1)
-        # Half a message, as for pushes: the rest is for bitmaps and the envelope.
-        most_rows = max(self._max_message_bytes // 2 // (row_bytes + POSITION_BYTES), 1)
-        cuts = cut_fragments(0, len(union), most_rows, MAX_RESULT_FRAGMENTS)
         max_rows = self._max_message_bytes // (row_bytes + POSITION_BYTES)
+        # Half a message, as for pushes: the rest is for bitmaps and the envelope.
+        cuts = cut_fragments(0, len(union), max(max_rows // 2, 1), MAX_RESULT_FRAGMENTS)
         if -(-len(union) // len(cuts)) > max_rows:
             return FailedRound(_too_large(push, len(union), max_rows))
         about = push.ring_epoch, push.tensor, push.step, push.chunk

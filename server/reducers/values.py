@@ -1,4 +1,4 @@
-"""Dequantizes and quantizes the values of pushes, and checks them first: shared by all reducers.
+"""Values of pushes: their checks, dequantization and quantization, for all reducers.
 
 Sums are float32 or wider whatever the form in which values travel, and are rounded once, at the end.
 """

@@ -10,8 +10,8 @@ Recovery rounds may use the same amount once more (the *allowance*): when a serv
 flight are pushed again at once, and other rounds wait for them. Beyond the allowance, each rank may still
 have one recovery round open. So the round that a rank waits for first is always open, and all rounds end.
 
-No other round opens while a worker has more answers to take than its send queue may hold: they take memory of
-their own. It takes them, or is dropped before long; then the refused rounds open.
+No other round opens while more answers wait for a worker than its send queue may hold: they take memory, too.
+Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Admission:
 
     Attributes:
         open_bytes: what is reserved for open rounds.
-        is_held_back: True while a worker has too many answers to take.
+        is_held_back: True while too many answers wait for a worker.
     """
 
     def __init__(self, budget_bytes: int, history: History) -> None:
@@ -77,13 +77,11 @@ class Admission:
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
     def make_room(self, push_bytes: int, ranks: int, *, must: bool) -> bool:
-        """True if a round of ``ranks`` such pushes may open: it fits once old outcomes are forgotten.
-
-        No outcome is forgotten for a round that does not fit all the same.
+        """True if a round may open. Forgets old outcomes if it fits then, and none if it does not fit anyway.
 
         Args:
-            push_bytes: of one push.
-            ranks: how many ranks will push.
+            push_bytes: the size of one push.
+            ranks: how many ranks will push as much.
             must: the round has to open whether it fits or not, unless rounds are held back.
         """
         if self.is_held_back:
@@ -112,10 +110,10 @@ class Admission:
         return True
 
     def why_too_large(self, held: HeldPush, ranks: int) -> str:
-        """Returns why a push in fragments is refused: those of all ``ranks`` exceed even the allowance.
+        """Returns why a push in fragments is refused; empty if such pushes of all ``ranks`` fit.
 
-        Empty if they fit. A round opens whatever its size if no other is open; one of single messages, which
-        the budget bounds, is never as large.
+        They have to fit into budget and allowance, because a round opens whatever its size if no other is
+        open. Pushes in single messages always fit.
         """
         max_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= max_bytes:
@@ -177,15 +175,15 @@ class Admission:
     def refused_by(self, ranks: Set[int]) -> ServerRound | None:
         """The first round whose pushes for all ``ranks`` were refused, unless the budget is exceeded already.
 
-        It opens though it does not fit if all that is open waits: ranks that wait in different orders would
-        else wait for each other.
+        It opens though it does not fit if all open rounds wait for pushes. Otherwise ranks that push in
+        different orders would wait for each other.
         """
         if not self.make_room(0, 0, must=False):
             return None
         return next((round_ for round_ in self._refused.values() if ranks <= round_.refused_ranks), None)
 
     def first_refused_recovery(self, ranks: int) -> ServerRound | None:
-        """A recovery round that may open now: the first of a rank that has room for it."""
+        """A recovery round that may open now: the first of those that a rank waits for."""
         for rank, rounds in self._refused_recoveries.items():
             for round_ in rounds.values():
                 if self.make_room_for_recovery(round_, rank, round_.most_refused_bytes, ranks):

@@ -105,7 +105,7 @@ class ServerRounds:
         return []
 
     def hold_back(self, is_held_back: bool) -> None:
-        """Opens no round, from now on, while a worker has too many answers to take."""
+        """Opens no round while ``is_held_back``, because too many answers wait for a worker."""
         self._admission.is_held_back = is_held_back
 
     def on_push(self, held: HeldPush, now: float) -> Actions:
@@ -138,7 +138,7 @@ class ServerRounds:
         return self._admit(key, held, now)
 
     def on_give_up(self, rank: int, given_up: GiveUp, now: float) -> Actions:
-        """A round has failed on a rank, which pushes nothing more for it, or lacks a chunk of it.
+        """A rank pushes nothing more for a round: it has failed there, or lacks the chunk that was wanted.
 
         Raises:
             ProtocolError: it is of one tensor too many.
@@ -178,7 +178,7 @@ class ServerRounds:
         return self._fail_without({rank: reason}, now)
 
     def on_tick(self, now: float) -> Actions:
-        """Ends rounds that have waited long enough, and asks ranks for pushes that they may not send."""
+        """Ends rounds that have waited long enough, and asks for pushes that ranks may not send unasked."""
         self._count_late(now)
         ended = [self._expire(round_, now) for round_ in list(self._open.values())]
         return [*chain.from_iterable(ended), *self._readmit(now), *self._ask(now)]
@@ -259,9 +259,9 @@ class ServerRounds:
         round_.held.setdefault(push.rank, held)
         self._admission.reserve(round_, held.whole_bytes, size)
         if not is_whole:
-            reason = self._admission.why_too_large(held, size)
-            failure = self._failure(round_.key, "size", reason)
-            return self._fail(round_, "too large", failure, now) if reason else []
+            if not (reason := self._admission.why_too_large(held, size)):
+                return []
+            return self._fail(round_, "too large", self._failure(round_.key, "size", reason), now)
         self.late.wait(ranks, round_.arrivals, size, now)
         round_.ranks.update(ranks)
         round_.arrivals += [now] * len(ranks)
@@ -357,7 +357,7 @@ class ServerRounds:
 
     def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
         peers = [held.peer for held in round_.held.values()]
-        # Without peers, too: whoever carries it out counts and logs the failure.
+        # Even without peers, as whoever carries out the reply counts and logs the failure.
         return [Reply(peers, failure, ends=True), *self._close(round_, event, FailedRound(failure), now)]
 
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
@@ -393,7 +393,7 @@ class ServerRounds:
         return actions
 
     def _count_late(self, now: float) -> None:
-        """Counts how long ranks are waited for, in one round: its waits overlap those of the others."""
+        """Counts how long ranks are waited for, in one round only: the waits of all rounds overlap."""
         for round_ in self._open.values():
             if 2 * len(round_.ranks) >= len(self._peers):
                 missing = self._peers.keys() - round_.ranks

@@ -56,11 +56,11 @@ def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]
     """Returns named tensors as a list. Callers need not be type-checked.
 
     Args:
-        where: they were given, for errors.
-        such_as: what has names.
+        where: the function to which they were given, for errors.
+        such_as: an example of named tensors, for errors.
 
     Raises:
-        UsageError: they are no pairs of a name and a tensor, as ``model.parameters()`` has none.
+        UsageError: they are not pairs of a name and a tensor, as those of ``model.parameters()``.
     """
     listed: list[Any] = list(items) if isinstance(items, Iterable) else [items]
     for each in listed:
@@ -74,7 +74,7 @@ def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]
 
 
 def by_name(pairs: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor]:
-    """Returns named tensors as a dict. One tensor may come twice by its name.
+    """Returns named tensors as a dict. A tensor may come twice under the same name.
 
     Raises:
         UsageError: two tensors have the same name.
@@ -116,14 +116,14 @@ def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Returns what has to be alike on all ranks."""
+    """Returns what has to be equal on all ranks."""
     expanded = _expanded_dimensions(tensor)
     memory = f" expanded in dimension(s) {listing(expanded)}" if expanded else ""
     return f"{tensor.dtype} {tuple(tensor.shape)}{memory}"
 
 
 def _expanded_dimensions(tensor: Tensor) -> list[int]:
-    """Returns the dimensions along which all elements are one in memory, as ``Tensor.expand`` makes them."""
+    """Returns the dimensions whose elements share one place in memory, as ``Tensor.expand`` makes them."""
     return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
 
 
@@ -176,8 +176,7 @@ def _broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
     size = _agree(root_rank, -len(data) if failed else len(data), name)
     check_size(abs(size))
     packed = as_tensor(data) if data else torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
-    _wait_into(packed, f"broadcast/{name}/data", root_rank)
-    received = packed.numpy().tobytes()
+    received = _begin(packed, f"broadcast/{name}/data", root_rank).wait().numpy().tobytes()
     if size < 0:
         raise failed or UsageError(
             f"rank {root_rank} had nothing to broadcast: {received.decode(errors='replace')}"
@@ -216,9 +215,9 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
 
-    All ranks load the state by ``optimizer.load_state_dict``, whose hooks run on all. So does the root, where
-    tensors stay the same unless they are expanded. Dtypes are kept, which torch would cast to those of
-    parameters, and strides, of which fused optimizers expect those of parameters.
+    All ranks, the root too, load the state by ``optimizer.load_state_dict``, whose hooks run on all. On the
+    root, tensors stay the same unless they are expanded. Dtypes are kept, although torch would cast them to
+    those of parameters, and so are strides: fused optimizers expect those of parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -229,7 +228,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         MismatchError: ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
-    # The root, too: an optimizer or its hooks may make something else of a state than it was.
+    # On the root, too: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
 
 
@@ -251,7 +250,7 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
         for tensor in tensors:
             if str(tensor.dtype) not in DTYPES:
                 raise UsageError(f"{name} state: got {tensor.dtype}, expected one of {', '.join(DTYPES)}")
-        # As the others have them, not expanded.
+        # Not expanded, as the other ranks will have them.
         tensors[:] = [_without_gaps(tensor) for tensor in tensors]
         described = [[str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for tensor in tensors]
         return [skeleton, described]
@@ -267,7 +266,7 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
 
 
 def _without_gaps(tensor: Tensor) -> Tensor:
-    """Returns a tensor whose elements fill its memory, each at a place of its own; in the same order."""
+    """Returns the tensor, its elements in the same order, each at a place of its own, and without gaps."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return tensor if tensor.stride() == strides else tensor.clone(memory_format=torch.preserve_format)
 
@@ -284,10 +283,6 @@ def _check(tensor: object, name: str) -> None:
     assert isinstance(tensor, Tensor)
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise TensorError(f"{name}: made under torch.inference_mode(), so it cannot be written; clone it")
-
-
-def _wait_into(tensor: Tensor, name: str, root_rank: int) -> None:
-    tensor.copy_(from_bytes(_begin(tensor, name, root_rank).wait(), tensor.dtype, tensor.shape))
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:

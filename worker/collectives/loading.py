@@ -35,7 +35,7 @@ def load_uncast(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None
     with contextlib.ExitStack() as stack:
         # Wrappers such as Accelerate's have no hooks: then casts stay, and are the same on all ranks.
         with contextlib.suppress(AttributeError):
-            # The last of the hooks before and the first after, for others may change what is loaded.
+            # After all other pre-hooks and before all other post-hooks: these may change what is loaded.
             stack.callback(optimizer.register_load_state_dict_pre_hook(keep).remove)
             stack.callback(optimizer.register_load_state_dict_post_hook(undo_casts, prepend=True).remove)
         optimizer.load_state_dict(state)

@@ -21,7 +21,7 @@ def pack_object(value: object) -> bytes:
     """Encodes plain data.
 
     Raises:
-        UsageError: ``value`` is no plain data, or takes more than 2 GiB.
+        UsageError: ``value`` is not plain data, or takes more than 2 GiB.
     """
     try:
         data: bytes = msgpack.packb(value)

@@ -38,7 +38,7 @@ def check_strided(tensor: object, name: str) -> None:
     """Checks that a tensor has bytes: strided, in memory, neither quantized by torch nor nested.
 
     Raises:
-        TensorError: it is none, or has none.
+        TensorError: it is not a tensor, or has no bytes.
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
@@ -76,7 +76,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """Returns the tensor of which ``data`` has the bytes, in the same memory.
+    """Returns the tensor whose bytes ``data`` has, in the same memory.
 
     Args:
         data: uint8 of any shape, contiguous, on the CPU.

@@ -145,8 +145,9 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
 def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     """Returns the average, sum, minimum, maximum or product of a tensor over all ranks.
 
-    Average and sum are :func:`zenps.push_pull`, which takes sparse tensors, too. For the others each rank
-    gets the tensors of all, n times the bytes, and combines them in order of rank. That is meant for metrics.
+    Average and sum are :func:`zenps.push_pull`, which takes sparse tensors, too. For the other operations,
+    which are meant for metrics, each rank gets the tensors of all n ranks, n times the bytes, and combines
+    them in order of rank.
 
     Args:
         tensor: as :func:`zenps.push_pull` takes it. For minimum, maximum and product as :func:`allgather`

@@ -27,6 +27,7 @@ Ready = Callable[[], bool]
 """True once what a thread waits for is there. It is asked often, and must not wait itself."""
 
 
+# Looking it up in each mask would take as long as the rest of the mask.
 _main_thread = threading.main_thread().ident
 
 
@@ -38,7 +39,6 @@ def _after_fork() -> None:
         MASK.drop()
 
 
-# Looking it up each time takes as long as the rest of a mask.
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -90,7 +90,7 @@ class InterruptMask:
             raise_signal(SIGINT)
 
     def drop(self) -> None:
-        """Ends all masks, in a fork by another thread: the main thread that is within them is not there."""
+        """Ends all masks, in a fork by another thread: the main thread that was within them is not there."""
         self._depth, self._is_replaced, self.is_held = 0, False, False
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)

@@ -36,7 +36,7 @@ def _after_fork() -> None:
     _forks += 1
 
 
-# To ask the kernel at each call whose process this is would take longer.
+# Counted, because asking the kernel for the process id at each call would take longer.
 os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -127,6 +127,7 @@ class Pending:
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
         self._absorbed = 0
+        """Answers that the poller has absorbed."""
         self._unabsorbed = 0
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._waited_seconds = self._worked_seconds = 0.0
@@ -260,7 +261,7 @@ class Pending:
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
     def _finish(self, transfer: Transfer) -> Tensor | Exception:
-        """Returns the result, or the error, which a second wait() has to raise, too."""
+        """Returns the result, or the error, so that a second wait() raises it, too."""
         if (failure := self._absorb_all(transfer)) is not None:
             return failure
         progress, waiting = self.progress, self._waiting

@@ -62,7 +62,7 @@ class Options(Struct, frozen=True):
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
     is_dropped: bool = False
-    """True for a gradient that is thrown away: other ranks wait for it, but residuals stay as they are."""
+    """True for a gradient that is pushed only because other ranks wait for it: residuals stay as they are."""
     parts: Parts | None = None
     """Of a gradient that is several in one tensor. Without a sparsifier, the residual of a part that has no
     gradient stays as it is."""
@@ -114,8 +114,8 @@ def check_request(request: Request) -> None:
     """Checks a request before anything is sent.
 
     Raises:
-        UsageError: the name is no string of 1 to 1024 characters that UTF-8 can encode, ``average`` is no
-            bool, the priority is no integer, or a CUDA graph is being captured.
+        UsageError: the name is not a string of 1 to 1024 characters that UTF-8 can encode, ``average`` is not
+            a bool, the priority is not an integer, or a CUDA graph is being captured.
         TensorError: the tensor has an unsupported device, layout or dtype.
     """
     tensor, name, options = request
@@ -178,7 +178,7 @@ def check_average(average: object, where: str) -> None:
     """Checks that ``average`` is a bool: servers take no other type, such as 1 or NumPy's bool.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not.
     """
     if not isinstance(average, bool):
         raise UsageError(f"{where}: average = {average!r:.60}: expected a bool, True or False")
@@ -219,7 +219,7 @@ def check_plain(tensor: Tensor) -> None:
     """Checks that a tensor has its elements in its own memory.
 
     Raises:
-        TensorError: it wraps others that have them, as a DTensor does.
+        TensorError: it wraps other tensors that have them, as a DTensor does.
     """
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         kind = type(tensor).__name__
@@ -261,8 +261,8 @@ def device_error(what: str, error: Exception) -> ZenPSError:
     """Returns the error of work on a device that has failed, such as for want of memory.
 
     Args:
-        what: that work was done for.
-        error: of torch; one of ZenPS is returned as it is.
+        what: the tensor for which the work was done.
+        error: of torch; an error of ZenPS is returned as it is.
     """
     if isinstance(error, ZenPSError):
         return error

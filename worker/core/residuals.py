@@ -68,7 +68,7 @@ class Feedback:
         """Continues the tensor ``name`` from a state in its step ``step`` of this job.
 
         Raises:
-            UsageError: the tensor has another size or dtype, or it is no such state.
+            UsageError: the tensor has another size or dtype, or ``state`` is not one of a sparsifier.
         """
         assert self.sparsifier is not None
         try:
@@ -93,9 +93,9 @@ class Feedback:
 class Residuals:
     """The residuals of an optimizer's tensors. They live as long as the optimizer, which keeps this object.
 
-    Thread-safe; only the one round in flight of a tensor uses its residual. A residual is as large as the
-    tensor, in float32. Keeping only the rows that were ever pushed would soon save little memory, and would
-    need a search in each step.
+    Thread-safe: only one round of a tensor is in flight, and uses its residual. A residual is as large as the
+    tensor, in float32. To keep only rows that were pushed before would soon save little memory, and cost a
+    search in each step.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Residuals:
         """Returns the residual of a tensor, ``[rows, columns]``; None if it has none yet."""
         return self._tables.get(name)
 
-    def taken(self, name: str) -> Tensor | None:
+    def take(self, name: str) -> Tensor | None:
         """Returns the residual of a tensor and forgets it; None if the tensor has none."""
         with self._lock:
             return self._tables.pop(name, None)

@@ -45,8 +45,8 @@ class Sharding(NamedTuple):
             even if ranks push to different servers because of it.
         ring_epoch: of the ring. A push names it, so that servers do not mix shardings.
         slot: the slot of a stream, which stays the same under any ring.
-        message_rows: the most rows of a sparse tensor that one message takes. A chunk with more travels in
-            several fragments, of more rows each if it needs too many.
+        message_rows: how many rows of a sparse tensor travel in one message. A chunk with more travels in
+            several fragments. If these would be too many, each has more rows.
         max_rows: the most rows that servers take in one message.
     """
 

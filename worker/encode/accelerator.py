@@ -204,13 +204,13 @@ class _CudaLane(Lane):
 
 
 class OnDevices(Generic[Made]):
-    """What devices read of layouts, each made when it is first asked for. Thread-safe.
+    """Tables of layouts on devices, each made when it is first asked for. Thread-safe.
 
-    It lives as long as its layout, that is, as long as any tensor is sharded by it.
+    A table lives as long as its layout, that is, as long as any tensor is sharded by the layout.
 
     Args:
-        make: makes it of a layout, on a device.
-        tensors: returns its tensors.
+        make: makes the table of a layout on a device.
+        tensors: returns the tensors of a table.
     """
 
     def __init__(

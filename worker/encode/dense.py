@@ -141,7 +141,7 @@ class GranuleTransfer(OneRound):
 
     @cached_property
     def _pulled(self) -> Tensor:
-        """The sums in order of position. Kept when the ring changes: under any, answers cover all positions.
+        """The sums in order of position. Kept when the ring changes: answers cover all positions of any ring.
 
         Made for the first answer, as a device may have no memory to spare for all tensors in flight.
         """
@@ -223,7 +223,7 @@ def granule_order(layout: Layout, device: torch.device = CPU) -> Tensor:
 
 
 def padded(tensor: Tensor, size: int, empty: Empty) -> Tensor:
-    """Returns a flat copy of a strided tensor in such memory, padded with zeros."""
+    """Returns a flat copy of a strided tensor in memory of ``empty``, padded with zeros."""
     count = tensor.numel()
     copy = empty((size,), tensor.dtype)
     copy[:count].view(tensor.shape).copy_(tensor.detach())

@@ -55,9 +55,9 @@ from .staged import Staged
 class StagedSparse(Staged, OneRound):
     """A sparse COO tensor on a GPU; the bytes on the wire are those of ``SparseTransfer``.
 
-    The preparation waits for two events. First kernels find the positions, and write their number into memory
-    of the host. Then the host knows all sizes: rows are summed and positions encoded in one piece of memory,
-    which one copy brings to the host, and frames are slices of that copy.
+    The preparation waits for two events. First, kernels find the positions and write their number into memory
+    of the host, which then knows all sizes. Second, rows are summed and positions encoded in one piece of
+    memory, and one copy brings it to the host. Frames are slices of that copy.
 
     Args:
         tensor: coalesced or not, on the accelerator's device. It must not change before the round has ended.
@@ -129,7 +129,7 @@ class StagedSparse(Staged, OneRound):
         runs = self._runs(header.offsets.tolist())
         with gpu.pushing.current():
             payload, places, bitmaps = self._payload(rows, runs, starts)
-            copy = self._to_host(payload, self._pool)
+            copy = gpu.to_host(payload, self._pool)
         yield gpu.pushing.mark()
 
         del self._indices, self._values
@@ -260,8 +260,8 @@ class StagedSparse(Staged, OneRound):
             rows, values = map(_joined, zip(*self._pulled, strict=True))
             rows, values = merge(gpu.launcher, rows, values, self._layout.rows_total)
             result = as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
-            faults = self._to_host(_joined(self._faults))
-        # Positions from the network are checked before their use.
+            faults = gpu.to_host(_joined(self._faults))
+        # Nobody uses the result before the positions, which came from the network, are checked.
         gpu.wait_for(gpu.pulling.mark())
         self._pulled.clear()
         if faults.any():

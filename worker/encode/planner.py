@@ -51,7 +51,7 @@ class Planner:
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
-        # Values are broadcast once. Their buffers would only take the room of those that each step uses.
+        # Broadcasts happen once: their buffers would take the room of those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
@@ -100,7 +100,7 @@ class Planner:
 
         Args:
             expected_rows: how many rows of the tensor were pulled last time; equal on all ranks.
-            arena: memory that servers on this host can read. What is compacted into it need not be copied.
+            arena: memory that servers on this host can read. Values compacted into it need not be copied.
 
         Raises:
             TensorError: indices lie outside the tensor, a row is too large for a message, or there is no

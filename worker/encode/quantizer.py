@@ -37,7 +37,7 @@ class ValueCoder(ABC):
     keeps_residual: ClassVar[bool]
     """True if the coder has to know which rows it encodes, and overwrites them."""
     flags: slice | None = None
-    """The elements of a dense gradient that say which of its parts there are; None: it is one part."""
+    """The elements of a dense gradient that say which of its parts are present; None if it has no parts."""
 
     @abstractmethod
     def size_bytes(self, rows: int, columns: int) -> int:
@@ -127,7 +127,7 @@ class Quantizer(ValueCoder):
         residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
             None for a gradient that is thrown away: nothing is added to it, and its errors are lost.
         empty: makes the memory for encoded and decoded values, on the device of the residual.
-        parts: of a dense gradient. The residual of one that is not there stays as it is.
+        parts: of a dense gradient. The residual of an absent part stays as it is.
     """
 
     keeps_residual = True

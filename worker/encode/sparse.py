@@ -42,7 +42,7 @@ def as_table(tensor: Tensor) -> Rows:
     indices, values = tensor._indices(), tensor._values().detach()
     # A sparse tensor of no dimensions has one row and no index.
     rows = indices[0] if tensor.sparse_dim() else indices.new_zeros(indices.shape[1])
-    # Backward adds rows in place to a gradient without any. torch refuses it if NumPy has seen its memory.
+    # Backward adds rows in place to an empty gradient, which torch refuses once NumPy has seen its memory.
     if tensor.sparse_dim() > 1 and len(rows):
         dims = tuple(tensor.shape[: tensor.sparse_dim()])
         try:
@@ -83,8 +83,8 @@ def row_numbers(indices: Tensor, dims: tuple[int, ...]) -> Tensor:
         dims: the sparse dimensions.
 
     Returns:
-        int64 ``[nnz]``, contiguous; -1 where an index lies outside its own dimension. Of a single sparse
-        dimension, indices are not checked here; the caller checks the row numbers.
+        int64 ``[nnz]``, contiguous; -1 where an index lies outside its own dimension. If there is only one,
+        its indices are the row numbers, and are left to the caller to check.
     """
     if len(dims) == 1:
         return indices[0].contiguous()

@@ -1,7 +1,7 @@
 """Staging: tensors on a GPU are prepared there, and copied through pinned memory.
 
 What such a transfer pushes is known only once the device has finished, and the host must not wait for that.
-So the preparation of a transfer is an iterator of events, which continues when an event has happened.
+So its preparation is an iterator of events, and continues when an event has happened.
 """
 
 from __future__ import annotations
@@ -67,11 +67,7 @@ class Staged(Transfer):
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
-        """Prepares the first push; yields an event whenever the device has to reach it first."""
-
-    def _to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
-        """Returns a copy in pinned memory, by default the accelerator's; it is complete at the next event."""
-        return self._accelerator.to_host(tensor, pool)
+        """Prepares the first push; yields each event that the device has to reach before it continues."""
 
 
 class StagedStrided(Staged):
@@ -103,11 +99,11 @@ class StagedStrided(Staged):
 
 
 class StagedDense(StagedStrided):
-    """A strided tensor on a GPU of which the host copies no value.
+    """A strided tensor on a GPU, whose values the host never copies.
 
-    The device encodes the values and brings them into the order of positions, one copy has them all in
-    pinned memory, and frames are slices of that. What is pulled goes from where it was received to the
-    device, which decodes it and brings it into the tensor's order.
+    The device encodes the values and brings them into the order of positions. One copy takes them to pinned
+    memory, of which frames are slices. What is pulled goes from the receive buffer to the device, which
+    decodes it and brings it into the tensor's order.
 
     Args:
         tensor: of any shape; it must not change before the round has ended.
@@ -141,10 +137,10 @@ class StagedDense(StagedStrided):
             flags = None
             if coder.flags is not None:
                 with gpu.pushing.current():
-                    flags = self._to_host(self._tensor.reshape(-1)[coder.flags])
+                    flags = gpu.to_host(self._tensor.reshape(-1)[coder.flags])
                 yield gpu.pushing.mark()
             with gpu.pushing.current():
-                values = self._to_host(self._encode(flags), self._pool)
+                values = gpu.to_host(self._encode(flags), self._pool)
             yield gpu.pushing.mark()
         like = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
         del self._tensor
@@ -202,14 +198,14 @@ class StagedBlocks(StagedStrided):
         gpu.pushing.follow(self._tensor)
         with gpu.pushing.current():
             table = _flat(self._tensor, plan.blocks * plan.block).view(plan.blocks, plan.block)
-            flags = self._to_host((table != 0).any(1))
+            flags = gpu.to_host((table != 0).any(1))
         yield gpu.pushing.mark()
         held = np.flatnonzero(flags.numpy())
         pinned = gpu.pinned.empty((len(held),), torch.int64)
         pinned.numpy()[:] = held
         with gpu.pushing.current():
             order = pinned.to(gpu.device, non_blocking=True)
-            values = self._to_host(gather_rows(gpu.launcher, table, order))
+            values = gpu.to_host(gather_rows(gpu.launcher, table, order))
         yield gpu.pushing.mark()
         like = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, device="meta")
         del self._tensor

@@ -38,7 +38,7 @@ class Plan(NamedTuple):
         block: elements of a block.
         blocks: of the tensor; the last one is padded with zeros.
         streams: at least 1.
-        columns: the maximum of columns of a stream, and so of blocks in a message.
+        columns: the most columns of a stream, and so the most blocks in a message.
     """
 
     block: int
@@ -89,7 +89,7 @@ class Stream:
     Args:
         held: the blocks that are not zero on this rank, counted from the stream's first; increasing.
         count: the number of blocks.
-        columns: the maximum of columns.
+        columns: the most columns that it may have.
 
     Attributes:
         asked: the blocks that the present phase asks for, by column; empty once the stream has ended.

@@ -21,7 +21,7 @@ def checked_sum(tensor: Tensor, kernels: Kernels) -> Tensor:
     """Sums the duplicate rows of a sparse tensor whose indices all lie inside its shape.
 
     Raises:
-        TensorError: some do not.
+        TensorError: an index lies outside the shape.
     """
     rows, _ = table_shape(tensor)
     if not tensor.is_cpu:  # before it is coalesced, which makes valid indices of some that are not

@@ -35,14 +35,14 @@ class GivenUpRounds:
         self._rounds: list[_GivenUp] = []
 
     def add(self, message: GiveUp, servers: Iterable[int]) -> list[SendGiveUp]:
-        """Tells those servers, which have not answered all pushes of the round."""
+        """Tells ``servers``, which have not answered all pushes of a round, that it is given up."""
         given_up = _GivenUp(message, frozenset(servers))
         if given_up.servers:
             self._rounds.append(given_up)
         return _tell(given_up)
 
     def on_tick(self, now: float) -> list[SendGiveUp]:
-        """Tells servers again."""
+        """Repeats messages that are due."""
         actions: list[SendGiveUp] = []
         for given_up in self._rounds:
             if given_up.repeat_at is None:

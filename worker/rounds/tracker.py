@@ -139,7 +139,7 @@ class WorkerRounds:
     ) -> list[Action]:
         """Pushes a round that was resharded for a ring.
 
-        It does nothing if the round has ended or is of this ring already, nor if there is a newer ring.
+        Does nothing if the round has ended or is sharded for this ring already, or if there is a newer ring.
         """
         is_stale = round_.state == "recalled" and round_.ring_epoch != ring_epoch
         if ring_epoch != self._ring_epoch or not (is_stale or round_.state == "resharding"):
@@ -262,7 +262,7 @@ class WorkerRounds:
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
                 names = "the servers of the former ring"
-                if silent:  # perhaps they wait for a rank, with a longer deadline than this worker's
+                if silent:  # they may wait for a rank, with a longer deadline than this worker's
                     names = listing(self._servers[rank] for rank in silent)
                     names += "; servers name the rank that is late if cluster.deadline_seconds is theirs, too"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"

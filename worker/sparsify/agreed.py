@@ -50,7 +50,7 @@ class Agreed(Transform):
 
     @property
     def expected(self) -> int:
-        """Elements of the union, as wanted. Equal on all ranks."""
+        """How many elements the union should have. Equal on all ranks."""
         return target(len(self.gradient.residual), self.gradient.step.density)
 
     @property
@@ -91,14 +91,14 @@ class Agreed(Transform):
         if gradient.exact:
             exact = torch.from_numpy(gradient.exact_indices())
             indices = torch.from_numpy(np.setdiff1d(indices.numpy(), exact.numpy(), assume_unique=True))
-        # Exact elements come first: there each of their runs is quantized by a scale of its own.
+        # Exact elements come first, so that each of their runs is quantized by a scale of its own.
         self._union = torch.cat([exact, indices])
         values = gradient.take(self._union)
         if not gradient.is_withheld:
             with blaming(sparsifier, "learn or count"):
                 sparsifier.learn(indices, gradient.step)
         counts = gradient.count()
-        if counts is None:  # on all ranks, or their rounds do not match
+        if counts is None:  # a round all the same, in which ranks find out if others count
             counts = torch.empty(0, dtype=torch.int64, device="cpu")
         if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
             name, got = type(sparsifier).__name__, kind_of(counts)
@@ -194,7 +194,7 @@ class AgreedTransfer(Transfer):
         pushed_bytes = sum([part.pushed_bytes for part in self._parts.values()])
         report = self._parts[""].report(progress)
         assert report.rows is not None
-        # Of the answers, those to the second and third round are no rows.
+        # The answers to the second and third round are no rows.
         rows = structs.replace(report.rows, pulled=self._agreed.union_size)
         dense_bytes = self._agreed.dense_bytes
         return structs.replace(report, pushed_bytes=pushed_bytes, dense_bytes=dense_bytes, rows=rows)
@@ -204,7 +204,7 @@ class AgreedTransfer(Transfer):
         # The parts are those of the whole gradient.
         options = structs.replace(self._options, residuals=rounding, parts=None)
         part = self._parts[suffix] = self._begin(Request(tensor, name, options))
-        if (errors := rounding.taken(name)) is not None:
+        if (errors := rounding.take(name)) is not None:
             self._agreed.keep_rounding(errors.view(-1))
         part.encoded = structs.replace(part.encoded, suffix=suffix, is_summed=suffix == COUNTS)
         return self._expect(suffix)

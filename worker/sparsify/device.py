@@ -131,7 +131,7 @@ class DeviceGradient(Gradient):
             raise TensorError(f"tensor {self.name!r} on {self.gpu.device}: {error}") from error
 
     def _find(self, gradient: Tensor) -> Found:
-        """Adds the gradient to the residual, and selects of the elements that are not exact."""
+        """Adds the gradient to the residual, and selects from the elements that are not exact."""
         sums, sparsifier = self._sums(gradient), self.sparsifier
         with blaming(sparsifier, "accumulate or select"):
             selection: object = sparsifier.select_on_device(sums, self.step)
@@ -157,7 +157,7 @@ class DeviceGradient(Gradient):
         rest = self._yet_to_add(gradient)
         for begin, end in self.exact:
             residual[begin:end] = 0
-        if len(self.exact) == 1 and self.exact[0][1] == size:  # those of a bucket, which need no copy
+        if len(self.exact) == 1 and self.exact[0][1] == size:  # at the end, as in a bucket: no copy is needed
             size = self.exact[0][0]
         elif self.exact and rest is not None:
             rest = rest.clone()
@@ -189,7 +189,7 @@ class DeviceGradient(Gradient):
         count = int(on_host)
         if count <= capacity:
             return Found(rows.positions[:count], rows.values[:count, 0])
-        behind = int(rows.positions[-1]) + 1, stop  # in order, so the others lie there
+        behind = int(rows.positions[-1]) + 1, stop  # positions ascend, so the rest lies there
         more = threshold_compact(launcher, sums.residual, None, threshold, behind, count - capacity)
         indices = torch.cat([rows.positions, more.positions])
         return Found(indices, torch.cat([rows.values, more.values])[:, 0])
@@ -204,11 +204,13 @@ class DeviceGradient(Gradient):
         return torch.cat([*exact, indices]) if exact else indices
 
     def _sorted(self, indices: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the indices of :meth:`_with_exact`, ascending and unique, and at which place each was; None
-        if they were in order.
+        """Sorts the indices of :meth:`_with_exact`.
 
         If too few elements are not zero, the sparsifier may have selected exact elements, which are zeros to
         it. Of two equal indices the first is kept, and exact ones come first.
+
+        Returns:
+            the indices, ascending and unique; and the place that each had, None if they were sorted already.
         """
         if not self.exact:
             return indices, None
@@ -218,7 +220,7 @@ class DeviceGradient(Gradient):
     def _remove(self, taken: Tensor, is_finite: Tensor, selected: Tensor, rounding: Tensor) -> None:
         """Removes what is pushed from the residual, as on the CPU.
 
-        That is the very end of a selection: if anything fails before, the elements are pushed next time.
+        A selection ends with this: if anything fails before, the elements are pushed next time.
 
         Args:
             taken: the indices of all pushed elements.

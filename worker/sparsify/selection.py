@@ -34,8 +34,8 @@ class Gradient:
         feedback: of the tensor.
         step: of the tensor.
         statistics: count the elements.
-        on_device: True if gradient and residual are on a device. Indices and values that go on are not.
-        is_withheld: True for one that is thrown away: nothing is learned from its exchange.
+        on_device: True if gradient and residual are on a device. What is pushed is on the CPU all the same.
+        is_withheld: True for a gradient that is thrown away: nothing is learned from its exchange.
     """
 
     on_device: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class Gradient:
     def select(self, tensor: Tensor) -> Tensor:
         """Adds the gradient to the residual; returns the indices to push, int64 ``[n]``, ascending.
 
-        Repeated in one step, because the push has failed, it adds nothing again.
+        If it is called again in the same step, because the push has failed, it adds nothing.
 
         Raises:
             UsageError: the sparsifier has returned indices that it must not return.
@@ -137,8 +137,9 @@ class Gradient:
 
 
 class Withheld(Gradient):
-    """One that is thrown away, on the CPU: nothing of it or of the residual is pushed, and both the residual
-    and the sparsifier stay as they are. It takes part in the exchange, for other ranks wait for it.
+    """A gradient that is thrown away, on the CPU: it takes part in the exchange, as other ranks wait for it.
+
+    Nothing of it or of the residual is pushed, and residual and sparsifier stay as they are.
     """
 
     is_withheld: ClassVar[bool] = True
@@ -155,7 +156,7 @@ class Withheld(Gradient):
         """Keeps nothing."""
 
     def count(self) -> object:
-        """As that of others, of which the counts must have the length."""
+        """Returns what the sparsifier counts: the counts of all ranks must have one length."""
         counts = super().count()  # perhaps of a residual on a device
         return counts.cpu() if isinstance(counts, Tensor) else counts
 

@@ -97,10 +97,10 @@ class Sparsification:
         return ROUNDS if self.kind.exchange == "agreed" and self.covers(request) else 1
 
     def transforms(self, request: Request, step: int) -> list[Transform]:
-        """Returns the transforms of a gradient, of which the last one is :meth:`transform`'s, if any.
+        """Returns the transforms of a gradient: a copy to the CPU if it needs one, and :meth:`transform`'s.
 
         Args:
-            request: of which the tensor is on any device.
+            request: its tensor is on any device.
             step: as for :meth:`transform`.
         """
         made = self.transform(request, step)
@@ -113,8 +113,8 @@ class Sparsification:
         """Returns the transform of a gradient; None for a tensor that is pushed whole.
 
         Args:
-            request: of which the tensor is on the CPU, or will be copied there before if it is not selected
-                from on its device.
+            request: its tensor is on the CPU, or on a device. From there it has to be copied to the CPU
+                before the transform is applied, unless the transform selects on the device.
             step: of the tensor in this job, from 0; equal on all ranks.
 
         Raises:
@@ -161,7 +161,7 @@ class Sparsification:
         """Continues from a state of this rank; each tensor takes its own with its next push.
 
         Raises:
-            UsageError: it is of another sparsifier, controller, rank or world size, or no such state.
+            UsageError: it is of another sparsifier, controller, rank or world size, or is not such a state.
         """
         given: object = state  # callers need not be type-checked
         tensors = given.get("tensors") if isinstance(given, Mapping) else None
@@ -176,8 +176,8 @@ class Sparsification:
         self._known = set(map(without_turn, tensors))
 
     def shared_state(self) -> dict[str, Any]:
-        """Returns of all tensors what ranks have in common, for workers that join. It refers to tensors."""
-        # Of a worker that has joined and not pushed since, the state is still that which it got.
+        """Returns what ranks have in common of all tensors, for workers that join. It refers to tensors."""
+        # A worker that has joined and has not pushed a tensor since still has the state that it got.
         own = {name: each.shared_state() for name, each in sorted(self._feedback.items())}
         return self._shared | own
 
@@ -262,7 +262,7 @@ class Sparsified(Transform):
         """Returns the transfer of what was selected.
 
         Args:
-            request: of that.
+            request: its tensor is what :meth:`apply` has returned.
             begin: makes the transfer.
         """
         transfer = self._begin_on_device(request, begin) if self.gradient.on_device else begin(request)
@@ -270,10 +270,10 @@ class Sparsified(Transform):
         return transfer
 
     def _begin_on_device(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
-        # What rounding takes on the host belongs to the residual on the device.
+        # Values are rounded on the host. The rounding errors belong to the residual on the device.
         rounding = Residuals()
         transfer = begin(request._replace(options=structs.replace(request.options, residuals=rounding)))
-        if (errors := rounding.taken(request.name)) is not None:
+        if (errors := rounding.take(request.name)) is not None:
             self.gradient.keep_rounding(self._indices, errors.view(-1)[self._indices])
         return transfer
 

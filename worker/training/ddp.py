@@ -41,7 +41,7 @@ class _Bucket(NamedTuple):
         handle: of its round; None if that could not begin.
         result: what DDP waits for.
         gradient: this rank's own.
-        refused: why the gradient could not be pushed, but to be thrown away here; None if it was.
+        refused: why the gradient was not pushed, or pushed to be thrown away here; None if all went well.
     """
 
     handle: Pending | None
@@ -54,9 +54,10 @@ class _Bucket(NamedTuple):
 class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
-    A process may wrap several models. All ranks must construct their states in the same order. A copy is a
-    new state for another model, as frameworks make it of their arguments. So is one that is pickled with its
-    model and loaded, without the group: DDP leaves out its own, too, and has to be given its hook again.
+    A process may wrap several models. All ranks must construct their states in the same order. A copy, as
+    frameworks make it of their arguments, is a new state for another model. So is a state that was pickled
+    with its model and loaded. It lacks the group, as a loaded DDP lacks its own, and DDP has to be given its
+    hook again.
     """
 
     dense_group: dist.ProcessGroup | None = None

@@ -35,7 +35,7 @@ def check_passes(per_step: object) -> None:
     """Checks how often backward runs in a step.
 
     Raises:
-        UsageError: it is no integer, or less than 1.
+        UsageError: it is not an integer, or is less than 1.
     """
     if not isinstance(per_step, Integral) or int(per_step) < 1:
         got = f"backward_passes_per_step = {per_step!r:.60}"
@@ -61,7 +61,7 @@ def check_applied_at_once(what: str) -> None:
     """Checks that settings suit a module that averages gradients for an optimizer that is not wrapped.
 
     Args:
-        what: averages them.
+        what: the module that averages them.
 
     Raises:
         UsageError: an optimizer has to apply them later, or to average models, or to give its momentum.

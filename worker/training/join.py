@@ -1,6 +1,6 @@
 """Join: ranks whose inputs have ended take part in the steps of the others until all have ended.
 
-As ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
+Like ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
 small round which optimizer steps, or that their input has ended. A rank whose input has ended takes part in
 the same step without gradients. In the end it gets the parameters and the optimizer's state of a rank that
 has taken all steps, for those may have clipped gradients, left out steps or changed the learning rate.
@@ -46,8 +46,8 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
         optimizers: all that step in the block, in the same order on all ranks.
 
     Raises:
-        UsageError: there is none, one is no DistributedOptimizer or in another ``join`` already, or
-            ``sync.consistency = ds-sync`` averages models.
+        UsageError: no optimizer is given, one is not a DistributedOptimizer or is in another ``join``
+            already, or ``sync.consistency = ds-sync`` averages models.
         MismatchError: ranks step different optimizers at the same time.
     """
     for optimizer in optimizers:
@@ -74,7 +74,7 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
 
 
 class _Step(NamedTuple):
-    """What the ranks do next whose input has not ended."""
+    """What those ranks do next whose input has not ended."""
 
     optimizer: DistributedOptimizer
     is_dropped: bool

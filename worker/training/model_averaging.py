@@ -43,7 +43,6 @@ class ModelAveraging(Consistency):
         parameters: Mapping[str, Parameter],
         buffers: Iterable[tuple[str, Tensor]],
     ) -> None:
-        super().__init__()
         self._optimizer = optimizer
         self._is_checked = False
         """Whether this rank's gradients are ready for the step."""
@@ -128,7 +127,7 @@ class _Fused:
     """Tensors of one dtype, end to end on the CPU.
 
     Args:
-        sources: return the tensors of now.
+        sources: return the present tensors.
     """
 
     def __init__(self, sources: Sequence[Callable[[], Tensor]]) -> None:
@@ -150,7 +149,7 @@ class _Fused:
         torch._foreach_copy_(self._detached(), self._parts)
 
     def _detached(self) -> list[Tensor]:
-        """Returns their memory of now: ``model.to()`` gives parameters another one."""
+        """Returns their present memory: ``model.to()`` gives parameters another one."""
         return [source().detach() for source in self._sources]
 
 
@@ -162,10 +161,10 @@ class _Buffer:
     """A buffer of a module, as it is now: ``model.to()`` and assignments put another tensor in its place.
 
     Args:
-        name: in the model.
-        tensor: of when the optimizer was wrapped.
-        module: which has it.
-        key: its name there.
+        name: of the buffer in the model.
+        tensor: the buffer when the optimizer was wrapped.
+        module: the module that has it.
+        key: its name in that module.
     """
 
     def __init__(self, name: str, tensor: Tensor, module: nn.Module, key: str) -> None:
@@ -195,7 +194,7 @@ class _Buffer:
 
 
 def _find_buffers(buffers: Mapping[str, Tensor]) -> dict[str, _Buffer]:
-    """Returns those buffers that a living module has: a buffer does not know its module."""
+    """Finds the living modules that have these buffers: a buffer does not know its module."""
     names = {id(buffer): name for name, buffer in buffers.items()}
     found: dict[str, _Buffer] = {}
     for each in gc.get_objects():

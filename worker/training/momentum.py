@@ -1,7 +1,7 @@
 """Momentum correction: a sparsifier applies the momentum of an optimizer, instead of the optimizer.
 
 A residual sums gradients of many steps, so momentum has to be applied before (:mod:`zenps.sparsifiers.dgc`).
-What is not sparsified gets the same momentum as ever, and so does weight decay.
+Weight decay, and gradients that are not sparsified, get the same momentum as from the optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zenps.sparsifiers.base import Momentum
 from ..process import PROCESS
 
 _TAKEN = -0.0
-"""In place of what was taken from a group: a zero to SGD, but not the one that a script sets."""
+"""Replaces what was taken from a group: a zero to SGD, but not the zero that a script sets."""
 
 
 class MomentumCorrection:

@@ -115,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._inner, name)
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
-        """Raises UsageError. A copy would have this optimizer's state, but its pushes would be nobody's."""
+        """Raises UsageError. A copy would have this optimizer's state, but other ranks would not have it."""
         raise UsageError(
             "a DistributedOptimizer cannot be copied or pickled; copy its optimizer before wrapping it, and "
             "wrap the copy, too, on all ranks; or save its state_dict()"
@@ -217,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clears gradients as the wrapped optimizer does.
 
         Between backward and ``step()``, this throws the step away: it waits for what ranks have pushed, and
-        drops it. All ranks must do so, else the next push is a MismatchError. After an error of backward or
+        drops it. All ranks must do so, or the next push is a MismatchError. After an error of backward or
         ``step()`` on one rank alone, the others step, and weights differ from then on.
 
         Raises:
@@ -308,8 +308,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward only adds up gradients, as DDP's: they are pushed with those of a later
-        backward, or by ``step()``.
+        """Context in which backward only adds up gradients, like DDP's ``no_sync()``: they are pushed with
+        those of a later backward, or by ``step()``.
         """
         accumulated, self._consistency.accumulates = self._consistency.accumulates, True
         try:

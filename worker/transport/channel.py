@@ -181,7 +181,7 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        # Without a layout it goes whole, and is below the size from which values are shared, or in blocks.
+        # Without a layout, it goes whole, and is too small to be shared, or in blocks, which are not shared.
         is_shared = encoded.sharding.layout is not None and self.arena() is not None
         return self._writer.share(encoded, options) if is_shared else encoded
 
@@ -216,7 +216,7 @@ class Channel(Waiter):
                     self._follow(command)
                 case commands.Watermark(number):
                     self._rounds.on_watermark(number)
-                    # What was sent to them may have been lost with a connection.
+                    # The last greeting may have been lost with a connection.
                     self._servers.greet()
                 case commands.Departed(server):
                     self._servers.connectivity.on_answer(server)
@@ -232,7 +232,7 @@ class Channel(Waiter):
             self._lose(commands.event_error(error))
 
     def _lose(self, error: ZenPSError) -> None:
-        """Fails all rounds, also one that has ended while nobody was told of it yet."""
+        """Fails all rounds, also one that has ended before its result was delivered."""
         self._execute(self._rounds.on_lost(error))
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)

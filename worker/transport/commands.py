@@ -58,9 +58,9 @@ Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | Ze
 
 
 def event_error(error: Exception) -> ZenPSError:
-    """Logs an unexpected error of the channel; returns that of all its rounds.
+    """Logs an unexpected error of the channel; returns the error with which all its rounds fail.
 
-    The thread that met it may have nothing to do with these: it is the one that had the lock.
+    The thread on which it was raised need not wait for any of these rounds: it only had the lock.
     """
     logger.error("an event of the channel failed", exc_info=error)
     reason = f"an event of the channel failed ({error!r}); this worker's log has more"

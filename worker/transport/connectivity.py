@@ -2,7 +2,7 @@
 
 A server may announce an address of another network, or one that leads elsewhere from here, or a firewall may
 block it. libzmq reconnects for ever without an error, while the scheduler still gets the server's heartbeats.
-No socket to a server here.
+This module has no socket to a server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Connectivity:
 
     @property
     def silent(self) -> Iterable[int]:
-        """The ranks of those servers."""
+        """The ranks of these servers."""
         return self._silent
 
     def on_connect(self, member: Member, now: float) -> None:

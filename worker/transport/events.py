@@ -1,7 +1,7 @@
 """Event thread of a worker: hands the scheduler's events to the channel, and lets the channel receive.
 
-The lease's thread must not do so itself. Whoever takes the combining lock may have to shard again all that
-is in flight, resolve a server's name, or wait for a connection. A worker that sends no heartbeat meanwhile is
+The lease's thread must not do so itself. Whoever takes the combining lock may have to reshard all that is in
+flight, resolve a server's name, or wait for a connection, and a worker that sends no heartbeat meanwhile is
 lost.
 """
 
@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from .channel import Channel
 from .commands import event_error
 
-# The thread ends when it has run the event at hand; this bounds the wait for one that takes long.
+# The thread ends when it has run its present event; this bounds the wait for an event that takes long.
 CLOSE_SECONDS = 1.0
 
 

@@ -118,10 +118,10 @@ class Lease:
         self._admission: _AwaitAdmission | None = None
         self._barrier_sequence = 0
         self._barrier_turn = threading.RLock()
-        """Held by the caller of :meth:`barrier` while it waits. Reentrant: a signal handler may run on
-        a thread that holds it: its barrier is another."""
-        # Waits that Ctrl-C has ended before their result was taken. The caller has arrived: to repeat it
-        # is to go on with it.
+        """Held by the caller of :meth:`barrier` while it waits. Reentrant, because a signal handler may call
+        barrier() on the thread that holds it: that is another barrier."""
+        # Waits that Ctrl-C has ended before their result was taken. Their caller has arrived, so its next
+        # call continues the wait.
         self._barrier_call: Future[None] | None = None
         self._admission_call: Future[None] | None = None
         self._arrived = 0.0
@@ -133,8 +133,8 @@ class Lease:
     def barrier(self) -> None:
         """Waits until all workers have called this equally often.
 
-        After one that Ctrl-C has interrupted, the next call goes on with that wait. Of several threads, one
-        after the other waits.
+        After Ctrl-C has interrupted a wait, the next call continues it. Several threads wait one after the
+        other.
 
         Raises:
             DeadlineError: a worker did not come in time; it is named.
@@ -163,8 +163,8 @@ class Lease:
     def admit(self) -> None:
         """Waits until all workers have called this and joining workers are admitted.
 
-        Then all workers count steps and barriers from 0 again. After a call that Ctrl-C has interrupted,
-        the next one goes on with that wait.
+        Then all workers count steps and barriers from 0 again. After Ctrl-C has interrupted a wait, the next
+        call continues it.
 
         Raises:
             PeerLostError: the job has failed meanwhile.

@@ -26,6 +26,7 @@ class CombiningLock(Generic[Command]):
         wake: is readable when other threads have left commands. The owner polls it, and then calls
             :meth:`on_wake`.
         commands: what other threads have left. Only the owner takes from it.
+        is_taken: True if a thread has the lock.
     """
 
     def __init__(self) -> None:
@@ -35,20 +36,15 @@ class CombiningLock(Generic[Command]):
         self._guard = threading.RLock()
         """Guards the fields below. Reentrant, because a signal handler may run on a thread that holds it."""
         self._sleepers = Sleepers()
-        """Are woken when a result is there or the lock is free."""
-        self._taken = False
+        """They are woken when a result is there or the lock is free."""
+        self.is_taken = False
         self.commands: deque[Command] = deque()
-
-    @property
-    def is_taken(self) -> bool:
-        """True if a thread has the lock."""
-        return self._taken
 
     def take_or_leave(self, command: Command) -> bool:
         """Takes the lock if it is free. If not, returns False and leaves ``command`` to the owner."""
         with self._guard:
-            if not self._taken:
-                self._taken = True
+            if not self.is_taken:
+                self.is_taken = True
                 return True
             self.commands.append(command)
             self._wake_owner()
@@ -57,10 +53,10 @@ class CombiningLock(Generic[Command]):
     def take_or_sleep(self, ready: Ready, until: float) -> bool:
         """Takes the lock if it is free. If not, sleeps until it is, or ``ready()``, or the time ``until``."""
         with self._guard:
-            if not self._taken:
-                self._taken = True
+            if not self.is_taken:
+                self.is_taken = True
                 return True
-        self._sleepers.sleep(lambda: ready() or not self._taken, until)
+        self._sleepers.sleep(lambda: ready() or not self.is_taken, until)
         return False
 
     def notify(self) -> None:
@@ -71,7 +67,7 @@ class CombiningLock(Generic[Command]):
     def wake_all(self) -> None:
         """Wakes all sleepers, and the owner if it polls, without taking the lock."""
         with self._guard:
-            if self._taken:
+            if self.is_taken:
                 self._wake_owner()
         self._sleepers.wake()
 
@@ -87,7 +83,7 @@ class CombiningLock(Generic[Command]):
         with self._guard:
             if self.commands:
                 return False
-            self._taken = False
+            self.is_taken = False
         if self._sleepers.alarms:
             self._sleepers.wake()
         return True

@@ -24,7 +24,7 @@ class Membership(NamedTuple):
         cluster: limits and deadlines.
         ctx: for sockets to servers; the caller of :func:`join` destroys it.
         keys: of this worker, or None.
-        identity: routing identity of this worker at the scheduler, of which those at servers are made.
+        identity: routing identity of this worker at the scheduler; those at servers are derived from it.
         view: the first view.
     """
 

@@ -59,7 +59,7 @@ class Group(ABC):
 
     @property
     def others(self) -> list[int]:
-        """The ranks but this one."""
+        """All ranks but this one."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @abstractmethod
@@ -139,11 +139,10 @@ class GlooGroup(Group):
     def abort(self) -> None:
         # gloo has no such call. But when a wait times out, it closes all connections of the group. If the
         # connection to a rank is already broken, its wait ends at once without that, so each rank is tried.
-        for rank in range(self.size):
-            if rank != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    work = self._gloo.recv([torch.empty(1, device="cpu")], rank, _NEVER_SENT)
-                    work.wait(timedelta(milliseconds=1))
+        for rank in self.others:
+            with contextlib.suppress(RuntimeError):
+                work = self._gloo.recv([torch.empty(1, device="cpu")], rank, _NEVER_SENT)
+                work.wait(timedelta(milliseconds=1))
 
 
 class _Addresses(dist.Store):  # type: ignore[misc, name-defined]  # it is there, though not annotated

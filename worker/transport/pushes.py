@@ -25,7 +25,7 @@ class PushWriter:
 
     Args:
         rank: of this worker.
-        pull_codec: the codec that servers shall use for the positions of sums.
+        pull_codec: the codec that servers use for the positions of sums.
         servers: for shared memory with servers on this host.
     """
 
@@ -37,7 +37,8 @@ class PushWriter:
     def share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
         """Returns ``encoded`` with its values in shared memory where servers are on this host.
 
-        They are copied, except where they lie there already."""
+        They are copied, except where they lie there already.
+        """
         share = partial(self._servers.share, is_pooled=options.purpose != "broadcast")
         chunks = []
         for chunk in encoded.chunks:

@@ -91,7 +91,7 @@ class SharedMemoryPeer:
     def close(self) -> None:
         """Closes the connection once nothing here refers to a value that the server has lent."""
         self.tell()
-        # Only what waits for the end of a value refers to these from now on.
+        # From now on only finalizers of pulled values refer to this deque: the last one closes the socket.
         weakref.finalize(self._dropped, self._socket.close).atexit = False
         self._dropped = deque()
 

@@ -45,7 +45,7 @@ class SubmitQueue(Waiter):
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor once it is prepared.
 
-        One that is prepared already overtakes the queue. Tensors on the CPU always are.
+        A tensor that is prepared already overtakes the queue, as tensors on the CPU always do.
         """
         if not pending.is_staged:
             self._channel.submit(pending)

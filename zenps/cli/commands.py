@@ -281,9 +281,8 @@ def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> 
 
 
 def _keygen(args: argparse.Namespace) -> int:
-    TERMINATION.install(
-        SIGNALLED
-    )  # a secret without its line in the list would be in the way of the next try
+    # A secret without its line in the list would be in the way of the next try.
+    TERMINATION.install(SIGNALLED)
     cluster = _load(args).config.cluster
     made = generate(args.directory, cluster.workers, cluster.servers)
     print(f"{len(made)} new key(s) in {args.directory}" + (f": {listing(made)}" if made else ""))

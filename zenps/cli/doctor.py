@@ -244,7 +244,7 @@ def _cluster(config: Config, found: Sequence[LocalCluster]) -> Iterator[Check]:
 
 
 def _own_address(host: str, port: int) -> Check:
-    """Checks the address of a server here. Behind NAT it is none of this machine, which listens on all."""
+    """Checks the address of a server here. Behind NAT, this machine lacks it, and listens on all it has."""
     advice = "set cluster.host to an address that leads here, cluster.server_port to 0 or a free port"
     try:
         here = bindable(host)

@@ -56,7 +56,7 @@ def drain(cluster: ClusterConfig, rank: int, timeout_seconds: float, keys: Keys 
 
 
 def _unconfirmed(cluster: ClusterConfig, rank: int, keys: Keys | None) -> str:
-    """Names what the drain of a server waits for; empty if the scheduler does not answer, or not drain it."""
+    """Names what the drain of a server waits for; empty without an answer of the scheduler, or a drain."""
     try:
         status = fetch(cluster, STATUS_SECONDS, keys)
     except DeadlineError:

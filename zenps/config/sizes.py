@@ -19,14 +19,14 @@ MESSAGE_CHUNKS: Final = 2
 def chunk_bytes(config: Config) -> int:
     """Returns ``sync.chunk_bytes``, or what a server's budget allows for each worker if that is less.
 
-    A power of two: it stays where workers are a few more or fewer.
+    A power of two, so that it stays the same if there are a few workers more or less.
     """
     max_bytes = config.cluster.server_budget_bytes // least_budget_bytes(config.cluster.workers, 1)
     return min(config.sync.chunk_bytes, 1 << max_bytes.bit_length() >> 1)
 
 
 def least_budget_bytes(workers: int, chunk_bytes: int) -> int:
-    """Returns the least budget with which chunks of so many workers may be so large."""
+    """Returns the least budget with which the chunks of this many workers may have ``chunk_bytes``."""
     return MAX_UNREAD_PART * UNREAD_MESSAGES * MESSAGE_CHUNKS * workers * chunk_bytes
 
 
@@ -34,6 +34,6 @@ def message_bytes(config: Config) -> int:
     """Returns what the rows of one push may take.
 
     Half of ``cluster.max_message_bytes`` leaves room for bitmaps and envelopes. Chunks are cut by the rows
-    that are expected: a second one leaves room for more.
+    that are expected; the size of :data:`MESSAGE_CHUNKS` chunks leaves room for more rows.
     """
     return min(config.cluster.max_message_bytes // 2, MESSAGE_CHUNKS * chunk_bytes(config))

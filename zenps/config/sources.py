@@ -162,7 +162,7 @@ def require_cluster(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> 
     Otherwise each of them would train alone, on its share of the data, and nobody would notice.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: several workers were started, and no scheduler is configured.
     """
     if loaded.config.cluster.scheduler:
         return

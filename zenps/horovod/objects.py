@@ -22,7 +22,7 @@ _TAG: Final = "zenps.horovod"
 def to_plain(value: Any) -> Any:
     """Returns ``value`` as plain data, which :func:`from_plain` restores.
 
-    What has no such form, as an object of a class of one's own, is returned as it is:
+    A value without such a form, such as an object of the user's own class, is returned as it is:
     ``zenps.broadcast_object`` and ``zenps.allgather_object`` then raise UsageError on all ranks.
     """
     match value:

@@ -23,7 +23,7 @@ from zenps.worker.process import PROCESS, Prefix
 from .reduction import Reduction, as_zeros
 
 WINDOW: Final = 256
-"""How many turns may be unsettled, for each has a name of its own. The next one waits for the oldest."""
+"""How many turns may be unsettled, because each has a name of its own. The next one waits for the oldest."""
 
 UNNAMED: Final = 8192
 """How many unnamed tensors of a kind have names of their own. Then names repeat, for nodes remember each."""
@@ -245,4 +245,4 @@ def _check_served(what: Sequence[Any]) -> None:
 
 
 TURNS: Final = Turns()
-"""Those of this process."""
+"""The turns of this process."""

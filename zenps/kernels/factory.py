@@ -26,7 +26,7 @@ def make_kernels(pool: BufferPool, backend: Backend = "auto", threads: int = 1) 
     Args:
         pool: for their large outputs.
         backend: the setting ``kernels.backend``.
-        threads: at most so many work on one call of native kernels.
+        threads: at most this many work on one call of native kernels.
 
     Raises:
         ConfigError: native kernels are wanted, and were not built.

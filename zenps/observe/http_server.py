@@ -35,7 +35,7 @@ MAX_CONNECTIONS: Final = 32
 """One more connection closes the oldest, so that idle connections do not block others."""
 
 MAX_THREADS: Final = 2 * MAX_CONNECTIONS
-"""Of connections that are open, or were closed and whose threads still prepare an answer."""
+"""The most threads: of open connections, and of closed ones for which an answer is still being prepared."""
 
 MAX_REQUEST_BYTES: Final = 16 << 10
 
@@ -73,7 +73,7 @@ class Endpoint:
     def close(self) -> None:
         """Stops serving and frees the port; calling it again does nothing."""
         if self._server is not None:
-            # Else the thread would look only at its next poll: every role would end that much later.
+            # Otherwise the thread would notice only at its next poll, and the role would end that much later.
             with contextlib.suppress(OSError):  # macOS refuses it
                 self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.shutdown()

@@ -1,4 +1,4 @@
-"""Straggler detection: how long the other ranks have waited for each rank. No socket, no clock."""
+"""Lateness of ranks: how long others have waited for each, and which are stragglers. No socket, no clock."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from .strategies.base import KeySpace, Partition, PartitionStrategy
 # A layout takes up to some 230 KB beside its tables.
 MAX_LAYOUTS = 1024
 
-# Buckets of values, four for each slot; and how many ends of ranges in one are still compared one by one.
+# Buckets of values, four for each slot; and the most ends of ranges in one that are compared one by one.
 BUCKET_BITS = 14
 MAX_ENDS = 4
 
@@ -99,7 +99,7 @@ class Layout:
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
         self._computed = SMALL_TABLE
-        """The granules that were computed so far, and a start for small tables."""
+        """How many granules were computed so far, with a head start: small tables are built at once."""
 
     def positions(self, rows: Tensor) -> Tensor:
         """The position of each row: int64 ``[n]``, fresh memory.

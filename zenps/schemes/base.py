@@ -1,7 +1,7 @@
-"""Synchronisation scheme: what a declaration says of itself.
+"""Synchronisation scheme interface: what the declaration of a scheme states.
 
-Each module of :mod:`zenps.schemes.builtin` declares one scheme. The settings are checked against it, so
-this module imports neither NumPy nor torch.
+Each module of :mod:`zenps.schemes.builtin` declares one scheme. Settings are checked against it in processes
+without NumPy and torch, so this module imports neither.
 """
 
 from __future__ import annotations

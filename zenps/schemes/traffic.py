@@ -61,12 +61,12 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
     @property
     def dense_bytes(self) -> int:
-        """M."""
+        """M: the bytes of the whole tensor."""
         return self.rows * self.row_bytes
 
     @property
     def union(self) -> float:
-        """D."""
+        """D: the density of the union of all workers."""
         return self.unions[-1] if self.unions else self.density
 
     @property

@@ -20,8 +20,8 @@ from zenps.kernels.native import magnitudes
 from .base import Above, Momentum, Sparsifier, Step, Sums, Task, target
 from .topk import Sample
 
-# Of the published code (https://github.com/synxlin/deep-gradient-compression): the part of the elements that
-# is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
+# As in the published code (https://github.com/synxlin/deep-gradient-compression): the part of the elements
+# that is sampled, a stride by which all columns of a layer are met, and when a threshold is corrected.
 SAMPLED = 0.01
 STRIDE = 32
 MIN_SAMPLED = 2

@@ -47,7 +47,7 @@ def check_sparsifier(config: Config, scheme: Scheme) -> None:
     """Checks ``sync.sparsifier``.
 
     Args:
-        scheme: that runs.
+        scheme: the one that runs.
 
     Raises:
         ConfigError: there is no such sparsifier, or the scheme cannot carry its exchange.

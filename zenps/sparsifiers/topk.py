@@ -21,14 +21,14 @@ from .base import Above, Sparsifier, Step, Sums, target
 # A sample reads one cache line in 16 at most. Strides are odd, because rows of a layer have mostly an even
 # number of elements, and a sample needs all columns.
 MIN_STRIDE = 251
-# Of the wanted elements, about so many are in a sample at most.
+# A sample has about this many of the wanted elements, at most.
 SAMPLED = 64
-# Their number has a deviation of its root. A bound so many deviations below is hardly ever too high.
+# Their number has a standard deviation of its root. A bound so many deviations lower is hardly ever too high.
 DEVIATIONS = 4
 
 
 Sample = Callable[[int, int], float | Tensor]
-"""The magnitude that so many others precede in a sample, by stride and number."""
+"""Returns the magnitude in a sample, given the sample's stride and the number of greater ones."""
 
 
 class TopK(Sparsifier):

@@ -41,13 +41,14 @@ BYTES_RECEIVED_OFFSET = 128
 TCP_INFO_BYTES = 136
 
 LOOK_SECONDS: Final = 0.1
-"""How often the owner of a ROUTER looks for endless messages. Until then, what comes takes libzmq up to 20
-times its bytes."""
+"""How often the owner of a ROUTER looks for endless messages. Until then, what a connection brings may take
+libzmq 20 times as much memory."""
 
-MAX_TIME: Final = 0.01
+MAX_SHARE: Final = 0.01
 """The share of the owner's time that looks may take. With 2000 connections and more they come less often."""
-# A server asks for none of them.
-MAX_GONE = 8192
+
+MAX_GONE: Final = 8192
+"""How many ended connections are kept for :meth:`Connections.gone`, which servers never call."""
 
 
 Address = tuple[Any, ...]
@@ -125,7 +126,7 @@ class Connections:
         cut = [address for descriptor in self._endless() if (address := self.cut(descriptor))]
         self._heard_from.clear()
         self._messages = 0
-        pause_seconds = (time.thread_time() - begin) / MAX_TIME
+        pause_seconds = (time.thread_time() - begin) / MAX_SHARE
         self._next_look = time.monotonic() + pause_seconds if pause_seconds > LOOK_SECONDS else 0.0
         return cut
 
@@ -197,7 +198,7 @@ class Connections:
 def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borrowed | None]:
     """The connection with this descriptor; None if it is gone, or its peer is not ``remote``."""
     try:
-        # The address family makes no difference here, and finding it out would take three calls more.
+        # The address family makes no difference here, and to find it out would take three more calls.
         connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, os.dup(descriptor))
     except OSError:
         yield None

@@ -16,7 +16,7 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 LAST_BARRIER = (1 << 62) - 1
 """The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
 Incarnation = Count
-"""Of a scheduler: a random number that each of its processes draws. 0: not known."""
+"""The random number that each process of a scheduler draws; 0 if it is not known."""
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
 MAX_NAME = 1024
 Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
@@ -29,7 +29,7 @@ MAX_COLUMNS = (1 << 28) - 1
 SEAL_BYTES = 32
 MAX_WAIT = 1200  # characters of what a worker waits for
 MAX_FRAGMENTS = 1 << 15
-MAX_RESULT_FRAGMENTS = 1 << 12  # half of what a server's send queue takes, for they are sent at once
+MAX_RESULT_FRAGMENTS = 1 << 12  # half of what a server's send queue takes, because they are sent at once
 Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 """Which fragment of a chunk a message is, in order of position."""
 Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
@@ -39,4 +39,4 @@ Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_leng
 Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]
 """Seconds that others have waited, by the rank that they waited for."""
 Shared = tuple[Count, Count]
-"""Values that are no frame of the message: their offset in the sender's shared memory, and their bytes."""
+"""Values that travel in no frame: their offset in the sender's shared memory, and their size in bytes."""

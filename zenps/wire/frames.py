@@ -86,8 +86,8 @@ class Decoder(Generic[Message]):
         """The message in an envelope frame that was followed by ``frames``.
 
         Raises:
-            ProtocolError: this is no envelope of this version and job with an accepted message.
-            CorruptedError: it is one, but its checksum does not match.
+            ProtocolError: it is not an envelope of this version and job with an accepted message.
+            CorruptedError: it is, but its checksum does not match.
         """
         size = frame.nbytes if isinstance(frame, memoryview) else len(frame)
         if size > self._max_bytes:

@@ -39,7 +39,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """
 
     ring_epoch: Count
-    """Of the ring by which the tensor was sharded."""
+    """The epoch of the ring by which the tensor was sharded."""
     rank: Rank
     tensor: Name
     step: Count
@@ -49,7 +49,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     kind: Kind
     dtype: Dtype
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
-    """Of the whole tensor; the same on all ranks."""
+    """The shape of the whole tensor; the same on all ranks."""
     span: Count
     """The number of positions in this chunk."""
     columns: Annotated[int, Meta(ge=0, le=MAX_COLUMNS)]

@@ -13,8 +13,8 @@ class Registration:
     Attributes:
         view: the newest view that the node has; None before the first.
         barriers: how many barriers the node has passed.
-        incarnation: of the scheduler that the node follows: which has asked it last to register, or has made
-            its first view. 0 before that.
+        incarnation: of the scheduler that the node follows: the last one that has asked it to register, or
+            else the one that has made its first view. 0 before that.
     """
 
     def __init__(self, register: Register) -> None:
@@ -25,9 +25,9 @@ class Registration:
     def is_of_another(self, message: FromScheduler) -> bool:
         """Returns whether a message is of another scheduler than the one that the node follows.
 
-        Two may be there, each with a part of the nodes, and a connection may lead to one and then the other.
+        Two may run, each with a part of the nodes, and a connection may lead to one and then to the other.
         """
-        if isinstance(message, WhoAreYou):  # it begins to follow this one
+        if isinstance(message, WhoAreYou):  # the node begins to follow its sender
             return False
         sender: int = getattr(message, "incarnation", 0)
         return bool(sender and self.incarnation) and sender != self.incarnation
@@ -39,7 +39,7 @@ class Registration:
             self.view = view
 
     def again(self, incarnation: int = 0) -> Register:
-        """The registration for a scheduler that does not know this node, and that it follows from now on."""
+        """The registration for a scheduler that does not know this node. The node follows it from now on."""
         self.incarnation = incarnation or self.incarnation
         if self.view is None:
             return self._register

@@ -20,11 +20,11 @@ class Member(Struct, frozen=True, array_like=True):
     host: Host
     pid: Count
     address: Address
-    """Of a server's data socket."""
+    """The address of a server's data socket."""
     metrics: Address
-    """Of its Prometheus endpoint."""
+    """The address of its Prometheus endpoint."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """A worker's public identity. Servers accept a rank's pushes only from one that begins so."""
+    """A worker's public identity. Servers accept a rank's pushes only from identities that begin with it."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"
@@ -60,20 +60,20 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Renews the lease."""
 
     epoch: Count
-    """The newest that the node has applied."""
+    """The epoch of the newest view that the node has applied."""
     load: Load
     late: Late = {}
-    """Of a server: the workers that its rounds have waited for longest, and how long in all."""
+    """From a server: the workers that its rounds have waited for longest, and how long in all."""
     watermark: Count = 0
-    """Of a worker: all rounds that were in flight when it received this watermark have ended."""
+    """From a worker: all rounds that were in flight when it received this watermark have ended."""
     clock_ns: Count = 0
     """The sender's clock. The answer repeats it."""
     waits_for: Annotated[str, Meta(max_length=MAX_WAIT)] = ""
-    """Of a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
+    """From a worker: its longest wait for others, such as ``barrier``; empty if it does not wait."""
     waited_seconds: float = 0.0
     """How long that wait has lasted."""
     incarnation: Incarnation = 0
-    """Of the scheduler at which the node has registered last; 0 before its first view."""
+    """That of the scheduler at which the node has registered last; 0 before its first view."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -119,7 +119,7 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
 
     epoch: Count
     rank: Rank
-    """Of the receiver."""
+    """The receiver's."""
     workers: tuple[Member, ...]
     servers: tuple[Member, ...]
     owners: Annotated[bytes, Meta(min_length=8192, max_length=8192)]
@@ -131,7 +131,7 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     admitted: Count = 0
     """The epoch in which joining workers were last admitted. Workers count steps from 0 since then."""
     seal: Annotated[bytes, Meta(max_length=SEAL_BYTES)] = b""
-    """Of the scheduler, by which its successor knows the view again; empty without keys."""
+    """Made by the scheduler, so that its successor recognises the view; empty without keys."""
     incarnation: Incarnation = 0
     origin: Incarnation = 0
     """The incarnation of the scheduler that began the job: jobs of one name have different origins."""
@@ -141,7 +141,7 @@ class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
     """A view. It follows in a frame of its own, which is the same for all nodes of a role."""
 
     rank: Rank
-    """Of the receiver. The view in the frame has rank 0."""
+    """The receiver's. The view in the frame has rank 0."""
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
@@ -180,7 +180,7 @@ class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
 
 
 class Departed(Struct, frozen=True, array_like=True, tag="departed"):
-    """A member is gone: ``lost`` if its lease ran out, else it left."""
+    """A member is gone: it was ``lost``, or it has left."""
 
     member: Member
     lost: bool
@@ -237,8 +237,9 @@ class Status(Struct, frozen=True, array_like=True, tag="status!"):
     settings: dict[str, str | int | float]
     nodes: tuple[NodeStatus, ...]
     uptime_seconds: float = 0.0
-    """Of this scheduler."""
+    """For how long this scheduler has run."""
     page: Address = ""
+    """The address of the status page; empty if it is not served."""
     owners: Annotated[bytes, Meta(max_length=8192)] = b""
     """As in :class:`View`; empty before the first."""
     changes: tuple[Change, ...] = ()

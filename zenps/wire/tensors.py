@@ -24,7 +24,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 
 POSITION_BYTES = 8
-"""What a row of a sparse tensor counts beside its values, when chunks are formed and bounded."""
+"""What the position of a sparse tensor's row counts, when chunks are formed and bounded."""
 
 # libzmq keeps smaller messages inside its receive buffer: at any address, and one message keeps the whole
 # buffer alive.

@@ -28,7 +28,7 @@ class Payload(NamedTuple):
 
     Attributes:
         rows: row numbers of a sparse tensor, int64 ``[n]``; empty for a strided one.
-        values: ``[n, columns]`` of a sparse tensor. Of a strided one all elements, ``[numel]``, or in the
+        values: ``[n, columns]`` of a sparse tensor; all elements of a strided one, ``[numel]``, or in the
             tensor's own shape until they are copied.
     """
 

@@ -282,7 +282,7 @@ def _divided(rows: Rows, divisor: int, dtype: torch.dtype) -> Rows:
 # ── by name ────────────────────────────────────────────────────────────────────────────────────
 
 Algorithm = Callable[[Group, Rows, Table, int, Kernels, Sequence[int]], Rows]
-"""Returns the sum of all ranks' rows, divided. The last argument are the row counts of all ranks."""
+"""Returns the sum of all ranks' rows, divided. The last argument has the row counts of all ranks."""
 
 
 def _allgather(

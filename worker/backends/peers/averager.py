@@ -58,7 +58,7 @@ class GroupAverager:
     Args:
         session: what this worker has of the cluster.
         group: of all ranks; nobody else may use it.
-        cycle: the groups of one step after the other.
+        cycle: the groups of successive steps, as of :func:`~.schedule.make_cycle`.
     """
 
     def __init__(self, session: Session, group: Group, cycle: Sequence[Schedule]) -> None:
@@ -110,7 +110,7 @@ class GroupAverager:
             self._session.lease.waits_for = None
 
     def settle(self) -> None:
-        """Waits for an average whose caller Ctrl-C has interrupted: until then, its tensors are used.
+        """Waits for an average whose wait Ctrl-C has interrupted: until it ends, its tensors are used.
 
         Errors are those of that average.
         """

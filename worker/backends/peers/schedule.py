@@ -19,7 +19,7 @@ Schedule = tuple[tuple[int, ...], ...]
 
 
 def make_cycle(size: int, group: int, seed: int) -> Sequence[Schedule]:
-    """Returns the schedules of one step after the other, which then begin again. All ranks get the same.
+    """Returns the schedules of successive steps, which are repeated in a cycle. All ranks get the same.
 
     If ``size`` is a power of ``group``, ranks are a grid with as many dimensions, and each schedule has the
     lines of one dimension: after a cycle, each rank has averaged with all others, directly or not. The first
@@ -53,7 +53,7 @@ def _lines(size: int, group: int, stride: int) -> Schedule:
 
 def _random_cycle(size: int, group: int, source: random.Random) -> list[Schedule]:
     nearest = (2 * size + group) // (2 * group)
-    # Two at least, for with one group a step waits for all; but no rank is alone, so three are one group.
+    # At least two, because with one group a step waits for all ranks. But no rank is alone: three are one.
     count = min(max(nearest, 2), size // 2)
     bounds = [size * number // count for number in range(count + 1)]
     while True:

@@ -146,7 +146,7 @@ class AgreedPeerTransfer(SparsePeerTransfer):
         return sums[VALUES]
 
     def _check_all(self, group: Group, error: UsageError | None, counts: int) -> None:
-        """Raises the error of this rank; on the others, says that one has failed, or counts otherwise."""
+        """Raises this rank's error; on the others, one that says that ranks failed or count otherwise."""
         told = torch.tensor([error is not None, counts, counts * counts], dtype=torch.int64, device="cpu")
         group.allreduce(told)
         failed, total, squares = told.tolist()

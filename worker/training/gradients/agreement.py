@@ -47,7 +47,8 @@ class ParameterAgreement:
         self.bucket_of: dict[Parameter, Bucket] = {}
         self._unknown = list(self.names)
         self._asked: Pending | None = None
-        """A round about kinds whose wait Ctrl-C has interrupted: other ranks have that one, and no other."""
+        """A round about kinds whose wait Ctrl-C has interrupted. Other ranks have begun this one, and no
+        other, so it is waited for again."""
 
     def add(self, parameters: dict[str, Parameter]) -> None:
         """Adds parameters by name, after all others. All ranks add the same at the same point.
@@ -203,7 +204,7 @@ class ParameterNames:
                 raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
 
     def has_others(self, known: Container[Parameter]) -> bool:
-        """Returns whether a parameter needs gradients that is not known."""
+        """Returns whether any parameter outside ``known`` needs gradients."""
         return any(
             parameter.requires_grad and parameter not in known
             for group in self._optimizer.param_groups

@@ -92,7 +92,7 @@ class StepsInFlight:
         self._steps.append(averages)
 
     def take_oldest(self) -> None:
-        """As :meth:`Averages.take`. If Ctrl-C interrupts it, they are the oldest ones still."""
+        """Takes the oldest averages, as :meth:`Averages.take`. If Ctrl-C interrupts it, they stay oldest."""
         try:
             self._steps[0].take()
         except Exception:

@@ -101,7 +101,7 @@ class Bucket:
         self._streams.clear()
 
     def spread(self, flat: Tensor) -> None:
-        """Makes the pulled tensor the parameters' gradients. Those of contiguous ones share its memory."""
+        """Makes the pulled tensor the parameters' gradients. Contiguous parameters' share its memory."""
         present = flat[self._present_from :: self._run].tolist()
         begin = 0
         for index, parameter in enumerate(self.parameters):

@@ -86,9 +86,9 @@ class GradientPushes:
             self.push_bucket(bucket, scale)
 
     def drop_rest(self) -> None:
-        """Pushes what an error has left unpushed, since other ranks wait for it, to be thrown away here.
+        """Pushes what an error has left unpushed, because other ranks wait for it. Here it is thrown away.
 
-        What cannot be pushed now either is left out: its error was raised before.
+        What still cannot be pushed is left out: its error was raised before.
         """
         self.averages.is_dropped = True
         for owner in self._owners:
@@ -143,7 +143,7 @@ class GradientPushes:
         if gradient is None:
             gradient = _without_rows(parameter, sparse_dim)
         elif gradient.is_sparse:
-            self._check_kind(parameter, gradient, sparse_dim)
+            self._check_sparse_dim(parameter, gradient.sparse_dim(), sparse_dim)
             self._dense.discard(parameter)
         else:  # tied to a dense layer since
             self._dense.add(parameter)
@@ -198,7 +198,7 @@ class GradientPushes:
         )
 
     def _given(self, owner: Parameter | Bucket, gradient: Tensor) -> str:
-        """Returns what ranks must agree about: else one would step with other gradients than the others."""
+        """Returns what ranks must agree about. Otherwise they would step with different gradients."""
         facts = [
             (self.drains, f"after {self.drains} drained step(s)"),
             (self.drops, f"after {self.drops} step(s) thrown away by zero_grad()"),
@@ -208,8 +208,7 @@ class GradientPushes:
         said = [text for holds, text in facts if holds]
         return " ".join([*said, describe(gradient)]) if said else ""
 
-    def _check_kind(self, parameter: Parameter, gradient: Tensor, agreed: int) -> None:
-        now = gradient.sparse_dim() if gradient.is_sparse else 0
+    def _check_sparse_dim(self, parameter: Parameter, now: int, agreed: int) -> None:
         if now != agreed:
             raise MismatchError(
                 f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "

@@ -1,7 +1,7 @@
 """Change detection of gradients: finds edits between backward and ``step()``, by a hash of the elements.
 
-PyTorch's version counter would not do: it does not notice edits through ``.data`` or NumPy, and all views of
-one tensor share it, as the gradients of a bucket are.
+PyTorch's version counter does not suffice: it does not notice edits through ``.data`` or NumPy, and all views
+of one tensor share it, such as the gradients of a bucket.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _hash(tensor: Tensor) -> _Hash:
     tensor = tensor.resolve_neg().contiguous()
     if not tensor.is_cpu:
         return _device_hash(tensor)
-    # Backward adds rows in place to a gradient without any. torch refuses it if NumPy has seen its memory.
+    # Backward adds rows in place to an empty gradient, which torch refuses once NumPy has seen its memory.
     return xxh3_64_intdigest(tensor_bytes(tensor)) if tensor.numel() else 0
 
 

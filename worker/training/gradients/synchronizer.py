@@ -42,7 +42,7 @@ none are pushed in vain.
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function that ``torch.compile`` must not trace, because it sends and waits.
 
-    As ``torch.compiler.disable``, which would import torch._dynamo, seconds of work, at once.
+    Like ``torch.compiler.disable``, which however imports torch._dynamo at once: that takes seconds.
     """
 
     @functools.wraps(function)
@@ -139,10 +139,9 @@ class GradientSynchronizer(Consistency):
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         With a staleness, these are the averages of an earlier step; in the first steps there are none. After
-        Ctrl-C has interrupted its wait for them, another call goes on with it.
+        Ctrl-C has interrupted the wait for them, another call continues it.
 
-        Parameters that need gradients since the last step, because they were unfrozen or added, are agreed
-        on.
+        Ranks also agree on parameters that were unfrozen or added since the last step.
 
         Raises:
             UsageError: a gradient was changed since backward computed it, or the module of a new parameter

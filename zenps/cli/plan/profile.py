@@ -93,7 +93,7 @@ class Occurrences:
         self._growth = Growth(counts, samples, self._looked_at)
 
     def density(self, workers: int) -> float:
-        """The density of the union of so many workers."""
+        """The density of the union of this many workers."""
         return min(self._growth.items(workers) / self._looked_at, 1.0)
 
     def skew(self, parts: int, workers: int = 0) -> float:

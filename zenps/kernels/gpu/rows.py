@@ -65,7 +65,7 @@ class Header:
 
     @classmethod
     def without_cuts(cls, scratch_words: int, device: torch.device) -> Header:
-        """Returns a cleared one."""
+        """Returns a cleared header that has no cuts."""
         words = torch.zeros(2 + scratch_words, dtype=torch.int64, device=device)
         return cls(words[:0], words[:1], words[2:])
 

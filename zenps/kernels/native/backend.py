@@ -33,7 +33,7 @@ class NativeKernels(Kernels):
 
     Args:
         library: what :func:`~.library.load_library` returns.
-        threads: at most so many work on one call. They change no bit.
+        threads: at most this many work on one call. They change no bit.
         method: ``BITMAP`` or ``RADIX``, for tests and benchmarks; 0: what is faster.
     """
 
@@ -62,7 +62,7 @@ class NativeKernels(Kernels):
         return self._torch.scatter(parts) if placed is None else placed
 
     def _plan(self, parts: Sequence[Rows]) -> Plan | None:
-        """What C needs to know of ``parts``; None if they are nothing for it."""
+        """What C needs to know of ``parts``; None if C does not take them."""
         if not parts:
             return None
         _, first = parts[0]

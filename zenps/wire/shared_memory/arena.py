@@ -194,7 +194,7 @@ class Window:
             ProtocolError: they lie outside the arena.
             TensorError: this process cannot map them.
         """
-        run_finalizers()  # this process may have no more than so many mappings
+        run_finalizers()  # unmaps what was dropped: a process may only have so many mappings
         _check(offset, size_bytes)
         before = offset % mmap.ALLOCATIONGRANULARITY
         length = before + size_bytes
@@ -238,7 +238,7 @@ def _unmap(address: int, length: int, on_end: Callable[..., object], *args: obje
 
 
 def check_address_space(mappings: int) -> None:
-    """Checks that this process could map so many further arenas.
+    """Checks that this process could map this many further arenas.
 
     Raises:
         OSError: it could not; the usual reason is a limit of address space (``ulimit -v``).

@@ -14,9 +14,9 @@ DROPPED = struct.Struct("<Q")
 
 
 class Loans:
-    """What one peer was lent. Used by one thread, but for :meth:`drop`.
+    """The memory that one peer was lent. Used by one thread, except for :meth:`drop`.
 
-    The same memory may be lent several times under one key; it is dropped as often.
+    The same memory may be lent several times under one key, and has to be dropped as often.
 
     Attributes:
         lent_bytes: the sum of what is lent.
