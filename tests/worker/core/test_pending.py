@@ -3,8 +3,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from signal import SIGINT
 
 import pytest
@@ -114,9 +116,44 @@ def answer(chunk: int, epoch: int = 1) -> Answer:
 
 def test_every_answer_is_absorbed_once_and_the_result_kept() -> None:
     pending = Network({}).pending
+    transfer = weakref.ref(pending.transfer)
     first = pending.wait()
     assert first.tolist() == [0, 1, 2]
     assert pending.wait() is first
+    assert transfer() is None, "who keeps a handle keeps only its result"
+
+
+def test_asking_whether_it_is_done_receives_what_has_come() -> None:
+    class Arrived(Driver):
+        def wait(self, ready: Callable[[], bool], until: float) -> None:
+            raise AssertionError("nothing to wait for")
+
+        def look(self, ready: Callable[[], bool]) -> None:
+            for chunk in range(CHUNKS):
+                self.pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+
+    driver = Arrived()
+    driver.pending = begun(make_pending(Count(), driver))
+    assert driver.pending.done()
+
+
+def test_threads_that_wait_at_once_finish_a_transfer_once(notifier: Notifier) -> None:
+    calls = threading.Semaphore(0)
+
+    class Slow(SuppliedTransfer):
+        def finish(self) -> Tensor:
+            calls.release()
+            time.sleep(0.1)
+            return super().finish()
+
+    pending = make_pending(Slow(), notifier)
+    pending.begin()
+    pending.complete(torch.ones(3))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [threads.submit(pending.wait) for _ in range(2)]
+        assert first.result() is second.result()
+    assert calls.acquire(blocking=False)
+    assert not calls.acquire(blocking=False)
 
 
 def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
