@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import DeadlineError, PeerLostError, TensorError, UsageError, ZenPSError
+from zenps.errors import DeadlineError, PeerLostError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
@@ -26,7 +26,10 @@ from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
 from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, ToServer
 from zenps.wire.scheduler_messages import Member, View
+from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
+from zenps.wire.shared_memory.loans import DROPPED
+from zenps.wire.sockets import COPY_BELOW_BYTES
 from zenps.worker.core.pending import LeftError, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
@@ -210,6 +213,44 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
             os.fstat(arena.fd)
     finally:
         listener.close()
+
+
+def test_a_server_of_this_host_reads_large_values_and_hears_what_is_not_used_any_more(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics
+) -> None:
+    server, arena = Server(ctx), Arena(1 << 20)
+    listener = Listener(server_name(server.member.address), net.SOCK_STREAM, Hello)
+    try:
+        view = view_of(1, [server.member])
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        sockets = near._servers
+        (caller,) = listener.poll(DEADLINE_SECONDS)
+        connection = listener.accept(caller, b"a", arena.fd)
+        connection.settimeout(DEADLINE_SECONDS)
+
+        small, large = (memoryview(bytes([7]) * (COPY_BELOW_BYTES - less)) for less in (1, 0))
+        assert sockets.share(0, small, is_pooled=True) is small
+        assert sockets.share(1, large, is_pooled=True) is large, "on another host"
+        there = sockets.share(0, large, is_pooled=True)
+        assert there is not large
+        assert sockets.share(0, there, is_pooled=True) is there
+
+        assert bytes(sockets.values(0, (4096, 2))) == bytes(2)
+        with pytest.raises(ProtocolError, match="a server that shares none"):
+            sockets.values(1, (0, 1))
+        encoded = whole("t", 1, COPY_BELOW_BYTES)
+        chunks = [structs.replace(chunk, frames=(there,)) for chunk in encoded.chunks]
+        near.submit(pending_of(near, Given(structs.replace(encoded, chunks=chunks))))
+        push = server.receive()
+        assert push.shared is not None
+        assert caller.window.read(*push.shared) == large
+        assert metrics.shared_bytes.total == COPY_BELOW_BYTES < metrics.push_bytes.total
+        assert connection.recv(64) == DROPPED.pack(4096)
+        near.close()
+        assert connection.recv(64) == b""
+    finally:
+        listener.close()
+        arena.close()
 
 
 def test_who_waits_leaves_once_the_channel_is_closed(channel: Channel) -> None:
