@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from signal import SIGINT
+from typing import Literal
 
 import pytest
 import torch
@@ -260,6 +261,29 @@ def test_a_restart_between_two_answers_forgets_the_first() -> None:
     assert transfer.log == [0, "restart", 1, 2]
     assert (pending.progress.pulled_rows, pending.progress.pulled_bytes) == (2, 8)
     assert pending.progress.pushed_rows == 6
+
+
+def encoded_in(chunks: int) -> EncodedTensor:
+    return structs.replace(
+        ENCODED, chunks=[EncodedChunk(0, each, 1, 1, "none", ()) for each in range(chunks)]
+    )
+
+
+@pytest.mark.parametrize("absorbs_on", ["caller", "poller"])
+def test_a_new_ring_may_have_other_numbers_of_chunks(
+    notifier: Notifier, absorbs_on: Literal["caller", "poller"]
+) -> None:
+    class Resharded(Count):
+        def begin(self) -> Sequence[EncodedTensor]:
+            return (encoded_in(2),)
+
+    Resharded.absorbs_on = absorbs_on
+    pending = make_pending(Resharded(), notifier)
+    pending.begin()
+    pending.deliver(answer(1), last=False)
+    pending.restart(encoded_in(1))
+    pending.deliver(answer(0), last=True)
+    assert pending.wait().tolist() == [0]
 
 
 def test_answers_that_nobody_absorbed_before_a_restart_never_are() -> None:
