@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from zenps.codecs.base import ValueForm
+from zenps.codecs.values import RUN
 from zenps.config.settings import Config, SyncConfig
 from zenps.errors import TensorError, UsageError
 from zenps.observe.metrics import WorkerMetrics
@@ -121,6 +122,46 @@ def test_a_joining_worker_has_to_get_the_state_of_the_job_first() -> None:
     world.is_joining = False
     world.begin(Request(torch.ones(3), "weight"))
     assert backend.begun == ["weight"]
+
+
+@pytest.mark.parametrize(
+    ("values", "consistency", "expected"),
+    [
+        ("same", "bsp", (1, False, 0, False)),
+        ("float16", "ssp", (1, True, 3, False)),
+        ("int8", "ds-sync", (RUN, True, 0, True)),
+    ],
+)
+def test_what_optimizers_read_of_the_settings(
+    values: ValueForm, consistency: Literal["bsp", "ssp", "ds-sync"], expected: tuple[int, bool, int, bool]
+) -> None:
+    sync = SyncConfig(values=values, consistency=consistency, staleness=3)
+    world = make_world(Everything(), config=Config(sync=sync))
+    got = (world.quantized_run, world.keeps_residuals, world.staleness, world.averages_models)
+    assert got == expected
+
+
+def test_names_with_a_number_sign_are_no_rounds_of_another_tensor() -> None:
+    backend = Everything()
+    make_world(backend).begin(Request(torch.ones(3), "weight#1"))
+    assert backend.begun == ["weight##1"]
+
+
+def test_what_a_device_still_prepares_is_pushed_before_others_are_waited_for() -> None:
+    """They may wait for it."""
+    calls: list[str] = []
+    world = make_world(Everything())
+    lease = SimpleNamespace(
+        view=VIEW, barrier=lambda: calls.append("barrier"), admit=lambda: calls.append("admit"), joining=1
+    )
+    world._session = cast(Session, SimpleNamespace(lease=lease, spans=Spans(), timeout_seconds=20.0))
+    world._servers = cast(ServerBackend, SimpleNamespace(flush=lambda until: calls.append("push")))
+    world.barrier()
+    world.admit()
+    assert calls == ["push", "barrier", "push", "admit"]
+    assert world.has_joining_workers()
+    lease.joining = 0
+    assert not world.has_joining_workers()
 
 
 def test_statistics_are_a_copy_and_name_the_partition_of_the_backend() -> None:

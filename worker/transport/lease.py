@@ -240,6 +240,8 @@ class Lease:
                 self._check_scheduler()
             self._link.leave()
             self._fail(LeftError())
+        except PeerLostError as error:  # the scheduler refuses this worker's connection
+            self._fail(error)
         except BaseException as error:
             # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
             self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))

@@ -41,6 +41,7 @@ class SubmitQueue(Waiter):
         self._spans = spans
         self._staged: deque[_Staged] = deque()
         self._lock = threading.Lock()
+        """Held by who takes from the front."""
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor once it is prepared.
@@ -50,8 +51,7 @@ class SubmitQueue(Waiter):
         if not pending.is_staged:
             self._channel.submit(pending)
         elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
-            with self._lock:
-                self._staged.append(staged)
+            self._staged.append(staged)
         if self._staged:
             self.advance(until=0.0)
 

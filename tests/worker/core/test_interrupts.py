@@ -54,6 +54,22 @@ def test_an_interrupt_that_was_held_back_is_raised_where_the_mask_is_lifted() ->
     press_raises()
 
 
+def test_after_an_interrupt_that_was_raised_within_it_a_mask_goes_on() -> None:
+    done = []
+
+    def work() -> None:
+        with MASK:
+            press()
+            with pytest.raises(KeyboardInterrupt), MASK.lifted:
+                pytest.fail("lifted without the interrupt that was held back")
+            press()
+            done.append("all")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all"]
+
+
 def test_an_interrupt_where_the_mask_is_lifted_is_raised_there() -> None:
     with MASK:
         with pytest.raises(KeyboardInterrupt), MASK.lifted:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from signal import SIGINT
+from typing import Literal
 
 import pytest
 import torch
@@ -114,9 +117,44 @@ def answer(chunk: int, epoch: int = 1) -> Answer:
 
 def test_every_answer_is_absorbed_once_and_the_result_kept() -> None:
     pending = Network({}).pending
+    transfer = weakref.ref(pending.transfer)
     first = pending.wait()
     assert first.tolist() == [0, 1, 2]
     assert pending.wait() is first
+    assert transfer() is None, "who keeps a handle keeps only its result"
+
+
+def test_asking_whether_it_is_done_receives_what_has_come() -> None:
+    class Arrived(Driver):
+        def wait(self, ready: Callable[[], bool], until: float) -> None:
+            raise AssertionError("nothing to wait for")
+
+        def look(self, ready: Callable[[], bool]) -> None:
+            for chunk in range(CHUNKS):
+                self.pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+
+    driver = Arrived()
+    driver.pending = begun(make_pending(Count(), driver))
+    assert driver.pending.done()
+
+
+def test_threads_that_wait_at_once_finish_a_transfer_once(notifier: Notifier) -> None:
+    calls = threading.Semaphore(0)
+
+    class Slow(SuppliedTransfer):
+        def finish(self) -> Tensor:
+            calls.release()
+            time.sleep(0.1)
+            return super().finish()
+
+    pending = make_pending(Slow(), notifier)
+    pending.begin()
+    pending.complete(torch.ones(3))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = [threads.submit(pending.wait) for _ in range(2)]
+        assert first.result() is second.result()
+    assert calls.acquire(blocking=False)
+    assert not calls.acquire(blocking=False)
 
 
 def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
@@ -223,6 +261,29 @@ def test_a_restart_between_two_answers_forgets_the_first() -> None:
     assert transfer.log == [0, "restart", 1, 2]
     assert (pending.progress.pulled_rows, pending.progress.pulled_bytes) == (2, 8)
     assert pending.progress.pushed_rows == 6
+
+
+def encoded_in(chunks: int) -> EncodedTensor:
+    return structs.replace(
+        ENCODED, chunks=[EncodedChunk(0, each, 1, 1, "none", ()) for each in range(chunks)]
+    )
+
+
+@pytest.mark.parametrize("absorbs_on", ["caller", "poller"])
+def test_a_new_ring_may_have_other_numbers_of_chunks(
+    notifier: Notifier, absorbs_on: Literal["caller", "poller"]
+) -> None:
+    class Resharded(Count):
+        def begin(self) -> Sequence[EncodedTensor]:
+            return (encoded_in(2),)
+
+    Resharded.absorbs_on = absorbs_on
+    pending = make_pending(Resharded(), notifier)
+    pending.begin()
+    pending.deliver(answer(1), last=False)
+    pending.restart(encoded_in(1))
+    pending.deliver(answer(0), last=True)
+    assert pending.wait().tolist() == [0]
 
 
 def test_answers_that_nobody_absorbed_before_a_restart_never_are() -> None:

@@ -48,12 +48,15 @@ def test_a_round_expects_the_rows_that_were_pulled_in_the_one_before(steps: Step
 
 def test_a_name_in_flight_is_refused_and_free_again_once_taken_back(steps: Steps) -> None:
     first = steps.begin("a", 1)
+    assert (steps.is_in_flight("a"), steps.is_in_flight("b")) == (True, False)
     with pytest.raises(UsageError, match="'a' is in flight"):
         steps.begin("a", 1)
     steps.take_back("a")
+    assert not steps.is_in_flight("a")
     again = steps.begin("a", 1)
     assert (again.previous, again.step) == (None, first.step)
     again.ended = True
+    assert not steps.is_in_flight("a")
     second = steps.begin("a", 1)
     steps.take_back("a")
     assert steps.begin("a", 1).step == second.step == 1

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import os
 import socket as net
 import threading
 import time
 from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import DeadlineError, PeerLostError, TensorError, ZenPSError
+from zenps.errors import DeadlineError, PeerLostError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
@@ -25,8 +26,11 @@ from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
 from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, ToServer
 from zenps.wire.scheduler_messages import Member, View
+from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
-from zenps.worker.core.pending import Pending, Waiting
+from zenps.wire.shared_memory.loans import DROPPED
+from zenps.wire.sockets import COPY_BELOW_BYTES
+from zenps.worker.core.pending import LeftError, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
@@ -119,6 +123,12 @@ def pending_of(
     return Pending(name, Options(), transfer, Progress(step), waiting, counted=counted)
 
 
+def submitted(channel: Channel) -> Pending:
+    pending = pending_of(channel, Given(whole("t", 1)))
+    channel.submit(pending)
+    return pending
+
+
 @pytest.fixture
 def ctx() -> Iterator[zmq.Context[Any]]:
     ctx: zmq.Context[Any] = zmq.Context()
@@ -189,12 +199,90 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
     listener = Listener(server_name(view.servers[0].address), net.SOCK_STREAM, Hello)
     try:
         near = open_channel(ctx, view, WireForm(), sharder, metrics)
-        assert near.arena() is not None
+        arena = near.arena()
+        assert arena is not None
         near.fail(PeerLostError("the scheduler is gone"))
         assert near.arena() is None
+        sharding = sharder.shard_dense("t", SPLIT_FROM_BYTES, torch.float32)
+        tensor = torch.ones(SPLIT_FROM_BYTES)
+        transfer = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype))
+        near.submit(pending_of(near, Given(transfer.encoded)))
+        assert arena._end == 0, "servers may still read there what other ranks need"
         near.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(arena.fd)
     finally:
         listener.close()
+
+
+def test_a_server_of_this_host_reads_large_values_and_hears_what_is_not_used_any_more(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics
+) -> None:
+    server, arena = Server(ctx), Arena(1 << 20)
+    listener = Listener(server_name(server.member.address), net.SOCK_STREAM, Hello)
+    try:
+        view = view_of(1, [server.member])
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        sockets = near._servers
+        (caller,) = listener.poll(DEADLINE_SECONDS)
+        connection = listener.accept(caller, b"a", arena.fd)
+        connection.settimeout(DEADLINE_SECONDS)
+
+        small, large = (memoryview(bytes([7]) * (COPY_BELOW_BYTES - less)) for less in (1, 0))
+        assert sockets.share(0, small, is_pooled=True) is small
+        assert sockets.share(1, large, is_pooled=True) is large, "on another host"
+        there = sockets.share(0, large, is_pooled=True)
+        assert there is not large
+        assert sockets.share(0, there, is_pooled=True) is there
+
+        assert bytes(sockets.values(0, (4096, 2))) == bytes(2)
+        with pytest.raises(ProtocolError, match="a server that shares none"):
+            sockets.values(1, (0, 1))
+        encoded = whole("t", 1, COPY_BELOW_BYTES)
+        chunks = [structs.replace(chunk, frames=(there,)) for chunk in encoded.chunks]
+        near.submit(pending_of(near, Given(structs.replace(encoded, chunks=chunks))))
+        push = server.receive()
+        assert push.shared is not None
+        assert caller.window.read(*push.shared) == large
+        assert metrics.shared_bytes.total == COPY_BELOW_BYTES < metrics.push_bytes.total
+        assert connection.recv(64) == DROPPED.pack(4096)
+        near.close()
+        assert connection.recv(64) == b""
+    finally:
+        listener.close()
+        arena.close()
+
+
+def test_who_waits_leaves_once_the_channel_is_closed(channel: Channel) -> None:
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(channel.wait, lambda: False, time.monotonic() + 2 * DEADLINE_SECONDS)
+        while not channel._lock.is_taken:
+            time.sleep(0.01)
+        channel.close()
+        waiting.result(DEADLINE_SECONDS)
+    assert channel._lock.wake.fileno() == -1
+    channel.close()
+    with pytest.raises(LeftError):
+        submitted(channel).wait()
+
+
+def test_a_command_that_ends_its_thread_leaves_the_lock_free_and_the_others_done(channel: Channel) -> None:
+    """As a signal handler of the script does that raises SystemExit."""
+    first, ends, last = Future[None](), Future[None](), Future[None]()
+
+    def leave_commands(_: Future[None]) -> None:
+        channel.then(ends)
+        channel.then(last)
+
+    def end(_: Future[None]) -> None:
+        raise SystemExit
+
+    first.add_done_callback(leave_commands)
+    ends.add_done_callback(end)
+    with pytest.raises(SystemExit):
+        channel.then(first)
+    assert last.done()
+    assert not channel._lock.is_taken
 
 
 def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
@@ -238,6 +326,24 @@ def test_who_polls_sees_at_once_what_another_thread_has_ended(
     assert not waiting.is_alive()
 
 
+def test_who_polls_asks_again_when_it_is_woken(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 2 * DEADLINE_SECONDS)
+    asked, ended = threading.Semaphore(0), threading.Event()
+
+    def ready() -> bool:
+        asked.release()
+        return ended.is_set()
+
+    waiting = threading.Thread(target=channel.wait, args=(ready, time.monotonic() + 2 * DEADLINE_SECONDS))
+    waiting.start()
+    for _ in range(2):  # before and after the first tick
+        assert asked.acquire(timeout=DEADLINE_SECONDS)
+    ended.set()
+    channel.wake()
+    waiting.join(DEADLINE_SECONDS)
+    assert not waiting.is_alive()
+
+
 def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +371,24 @@ def test_servers_are_told_how_this_worker_is_reached(ctx: zmq.Context[Any], metr
     channel.submit(pending_of(channel, Given(whole("t1", 3)), "t1"))
     assert server.receive().tensor == "t1"
     assert server.greetings == 3
+
+
+def test_a_round_is_given_up_before_it_began(ctx: zmq.Context[Any], metrics: WorkerMetrics) -> None:
+    server = Server(ctx)
+    view = view_of(1, [server.member])
+    channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+    channel.give_up("t", 3)
+    assert server.receive_give_up() == GiveUp(1, "t", 3)
+
+
+def test_a_watermark_passes_once_all_rounds_before_it_have_ended(channel: Channel) -> None:
+    channel.on_watermark(1)
+    assert channel.progress == (1, 1)
+    pending = submitted(channel)
+    channel.on_watermark(2)
+    assert channel.progress == (1, 1)
+    channel._fail(pending, TensorError("planted"))
+    assert channel.progress == (1, 2)
 
 
 def test_a_view_that_raises_on_a_thread_that_pushes_fails_the_rounds_and_not_the_call(
@@ -307,6 +431,54 @@ def test_a_round_that_has_ended_as_a_server_refuses_this_worker_is_told_of_it(
     for pending in (late, other):
         with pytest.raises(PeerLostError, match="server 0 has refused this worker"):
             pending.wait()
+
+
+def test_a_server_that_cannot_be_reached_fails_what_waits_and_nothing_else(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unreachable = PeerLostError("server 1 cannot be reached")
+    looks: list[float] = []
+
+    def look(now: float) -> ZenPSError:
+        looks.append(now)
+        return unreachable
+
+    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 0.01)
+    monkeypatch.setattr(channel._servers.connectivity, "look", look)
+    channel.wait(lambda: False, time.monotonic() + 0.1)
+    assert not looks, "no answer is awaited"
+    with pytest.raises(PeerLostError) as raised:
+        submitted(channel).wait()
+    assert raised.value is unreachable
+
+
+def test_an_answer_that_raises_where_nobody_expects_it_fails_the_rounds(
+    server: Server, pushing: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_reply(*_: object) -> list[Action]:
+        raise OSError("planted")
+
+    monkeypatch.setattr(pushing._rounds, "on_reply", on_reply)
+    pending = pending_of(pushing, Given(whole("t", 1)), seconds=DEADLINE_SECONDS)
+    pushing.submit(pending)
+    server.receive()
+    server.answer_sum("t")
+    with pytest.raises(ZenPSError, match="planted"):
+        pending.wait()
+
+
+def test_a_damaged_answer_is_asked_for_again_and_what_is_none_dropped(
+    server: Server, pushing: Channel, metrics: WorkerMetrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    pushing.submit(pending_of(pushing, Given(whole("t", 1))))
+    push = server.receive()
+    server.answer_sum("t", is_damaged=True)
+    server.send(b"garbage")
+    counters = [metrics.protocol_errors.labels(reason=reason)._value for reason in ("checksum", "envelope")]
+    pushing.wait(lambda: all(each.get() for each in counters), time.monotonic() + DEADLINE_SECONDS)
+    assert [each.get() for each in counters] == [1, 1]
+    assert caplog.text.count("dropped a message of server 0") == 1
+    assert server.receive() == push
 
 
 class Continued(Given):
@@ -394,15 +566,17 @@ class Server:
         return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
 
     def answer(self, message: Busy) -> None:
-        (peer,) = self.peers
-        self._socket.send_multipart([peer, encode("default", message)])
+        self.send(encode("default", message))
 
-    def answer_sum(self, name: str) -> None:
+    def answer_sum(self, name: str, *, is_damaged: bool = False) -> None:
         """A sum of four zeros, as of :func:`whole`."""
-        (peer,) = self.peers
         result = Result(1, name, 0, 0, rows=4, codec="none", pushed=4)
-        frames = [memoryview(bytes(16))]
-        self._socket.send_multipart([peer, encode("default", result, frames), *frames])
+        frame = memoryview(bytes(16))
+        self.send(encode("default", result, [frame]), b"\1" * 16 if is_damaged else frame)
+
+    def send(self, *frames: bytes | memoryview) -> None:
+        (peer,) = self.peers
+        self._socket.send_multipart([peer, *frames])
 
 
 def whole(name: str, ring_epoch: int, size_bytes: int = 16) -> EncodedTensor:
@@ -485,6 +659,24 @@ def test_what_waits_is_resharded_for_a_new_ring_and_not_sent_for_the_old(
     while arrived[-1:] != [(2, PUSHES - 1)]:
         push = server.receive()
         arrived.append((push.ring_epoch, int(push.tensor[1:])))
+    pushing.close()
+    assert not pushing._pusher.is_alive()
     old = len(arrived) - PUSHES
     assert arrived == [(1, number) for number in range(old)] + [(2, number) for number in range(PUSHES)]
     assert old <= PUSHES // 2
+
+
+def test_an_admission_ends_what_is_in_flight_and_all_count_from_0(
+    server: Server, pushing: Channel, metrics: WorkerMetrics
+) -> None:
+    """What still waits for its turn must not be taken for a push of the first steps after it."""
+    pushing._steps.begin("t", 1)
+    submit_large(pushing, [0] * PUSHES)
+    assert pushing._sender.has_waiting
+    pending = submitted(pushing)
+    pushing.on_view(structs.replace(view_of(2, [server.member]), ring_epoch=1, admitted=1))
+    with pytest.raises(UsageError, match="in flight while joining workers were admitted"):
+        pending.wait()
+    assert not pushing._sender.has_waiting
+    assert pushing._steps.begin("t", 1).step == 0
+    assert metrics.epoch._value.get() == 2

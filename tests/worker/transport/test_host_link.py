@@ -74,6 +74,9 @@ def test_messages_and_memory_go_both_ways(listener: Listener, arena: Arena) -> N
     memory.fill_(7)
     for rank, (leader, follower) in connected.items():
         assert (leader.rank, follower.rank) == (rank, LEADER)
+        assert leader._socket.gettimeout() is follower._socket.gettimeout() is None, (
+            "ranks may compute for long"
+        )
         for sender, receiver, message in (
             (follower, leader, Give("t", rank, 1, 2, 3)),
             (leader, follower, Take(rank, 1, 2, 3)),

@@ -374,6 +374,22 @@ def test_a_worker_that_is_refused_fails_all_that_waits(rig: Rig) -> None:
                 wait()
 
 
+def test_a_worker_whose_connection_is_refused_fails_with_the_reason(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler that was restarted has read its list of keys anew."""
+    refused = PeerLostError("the scheduler no longer admits this node")
+
+    def send(_: ToScheduler) -> None:
+        raise refused
+
+    pending = rig.push(seconds=DEADLINE_SECONDS)
+    monkeypatch.setattr(rig.link, "send", send)
+    with pytest.raises(PeerLostError) as raised:
+        pending.wait()
+    assert raised.value is rig.lease.failure is refused
+
+
 def test_a_worker_whose_scheduler_is_silent_for_too_long_fails(rig: Rig) -> None:
     pending = rig.push(seconds=DEADLINE_SECONDS)
     rig.link._heard = -1e9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.interrupts import Ready
 from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
@@ -63,13 +65,19 @@ class OnTheCpu(Slow):
 
 
 class Submitted(Channel):
-    """Notes the names of what is pushed."""
+    """Notes the names of what is pushed, and how it is waited for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def submit(self, pending: Pending) -> None:
         self.names.append(pending.name)
+
+    def wait(self, ready: Ready, until: float) -> None:
+        self.names.append(f"wait {until:g}")
+
+    def look(self, ready: Ready = lambda: False) -> None:
+        self.names.append("look")
 
 
 class Queue:
@@ -170,3 +178,32 @@ def test_advance_returns_when_everything_is_pushed(queue: Queue) -> None:
     queue.queue.advance(begin + 20)
     assert queue.pushed == ["a"]
     assert time.monotonic() - begin < 10
+
+
+def test_whoever_waits_pushes_all_before(queue: Queue) -> None:
+    """Other ranks wait for these tensors."""
+    transfers = [Slow(), Slow()]
+    for number, transfer in enumerate(transfers):
+        queue.submit(str(number), transfer)
+    transfers[0].ready = True
+    queue.queue.look(lambda: False)
+    assert queue.pushed == ["0", "look"]
+    until = time.monotonic() + 20
+    threading.Timer(0.05, lambda: setattr(transfers[1], "ready", True)).start()
+    queue.queue.wait(lambda: False, until)
+    assert queue.pushed == ["0", "look", "1", f"wait {until:g}"]
+
+
+def test_two_threads_push_a_tensor_once(queue: Queue) -> None:
+    class Lengthy(Slow):
+        def prepared(self) -> bool:
+            time.sleep(0.05)
+            return self.ready
+
+    transfer = Lengthy()
+    queue.submit("a", transfer)
+    transfer.ready = True
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(queue.queue.advance, 0.0) for _ in range(2)]:
+            each.result()
+    assert queue.pushed == ["a"]

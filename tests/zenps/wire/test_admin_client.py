@@ -29,7 +29,9 @@ def answers() -> Iterator[Answers]:
         def serve() -> None:
             while not ended.is_set():
                 if router.poll(20):
-                    router.send_multipart([router.recv_multipart()[0], given["answer"]])
+                    peer, _ = router.recv_multipart()
+                    for answer in [given[each] for each in ("before", "answer") if each in given]:
+                        router.send_multipart([peer, answer])
 
         ended = threading.Event()
         thread = threading.Thread(target=serve)
@@ -65,3 +67,8 @@ def test_no_other_answer_may_be_so_large(answers: Answers) -> None:
     answers["answer"] = msgspec.msgpack.encode(answer)
     with pytest.raises(DeadlineError, match=r"^no answer from the scheduler"):
         ask(cluster(answers), Drain(0), DrainReply, 0.5)
+
+
+def test_what_is_no_answer_is_passed_over(answers: Answers) -> None:
+    answers["before"], answers["answer"] = b"garbage", encode("default", DrainReply("draining"))
+    assert ask(cluster(answers), Drain(0), DrainReply, DEADLINE_SECONDS) == DrainReply("draining")

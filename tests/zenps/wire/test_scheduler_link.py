@@ -6,6 +6,7 @@ import socket as net
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import msgspec
@@ -14,6 +15,7 @@ import zmq
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.observe.clock import now_ns
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.scheduler_messages import (
@@ -71,16 +73,18 @@ def messages(*wanted: FromScheduler) -> list[bytes]:
     return [encode("job", message) for message in wanted]
 
 
-def test_what_follows_the_view_is_not_lost() -> None:
+def test_what_follows_the_view_is_not_lost(caplog: pytest.LogCaptureFixture) -> None:
     with scheduler_that_answers(
         [b"garbage", encode("other job", Stop()), *messages(VIEW, DEPARTED, Stop())]
     ) as link:
         assert link.join(registration()) == VIEW
+        assert link._handshakes.socket.closed, "libzmq would tell of connections for ever"
         following: list[FromScheduler] = []
         while len(following) < 2:
             assert link.socket.poll(WAIT_MS, zmq.POLLIN)
             following += link.receive()
         assert following == [DEPARTED, Stop()]
+        assert caplog.text.count("dropped a message of the scheduler") == 1
 
 
 @pytest.mark.parametrize(
@@ -119,6 +123,71 @@ def test_a_server_that_is_stopped_before_its_first_view_leaves_and_says_why() ->
                 router.send_multipart([peer, encode("job", Stop())])
         joining.join(WAIT_MS / 1000)
     assert len(errors) == 1
+
+
+def heard_until_left(router: zmq.Socket[bytes]) -> list[type[ToScheduler]]:
+    heard: list[type[ToScheduler]] = []
+    while Leave not in heard:
+        assert router.poll(WAIT_MS)
+        heard.append(type(Decoder("job", ToScheduler).decode(router.recv_multipart()[1])))
+    return heard
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_who_is_interrupted_while_nodes_gather_leaves_at_once(
+    interrupt: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may take the rank then."""
+
+    def wait(_: float) -> None:
+        raise interrupt
+
+    with context() as ctx:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        link = SchedulerLink(ctx, ClusterConfig(scheduler=address, job="job"), "worker")
+        monkeypatch.setattr(link._handshakes, "wait", wait)
+        with pytest.raises(interrupt):
+            link.join(registration())
+        assert heard_until_left(router)[0] is Register
+        assert link.socket.closed
+        assert link._handshakes.socket.closed
+
+
+def test_a_worker_that_a_job_does_not_admit_in_time_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.3)
+    with context() as ctx, ThreadPoolExecutor() as pool:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=0.4, rendezvous_seconds=0.3)
+        link = SchedulerLink(ctx, cluster, "worker")
+        joining = pool.submit(link.join, registration())
+        assert router.poll(WAIT_MS)
+        peer, _ = router.recv_multipart()
+        router.send_multipart([peer, encode("job", HeartbeatReply(joining=1))])
+        with pytest.raises(DeadlineError, match=r"has not admitted this worker within 0\.3 s"):
+            joining.result(WAIT_MS / 1000)
+        heard_until_left(router)
+
+
+def test_a_node_whose_connection_is_refused_is_told() -> None:
+    with context() as ctx:
+        link = SchedulerLink(ctx, ClusterConfig(scheduler="127.0.0.1:9", job="job"), "worker")
+        link.socket.disconnect(link.socket.getsockopt_string(zmq.LAST_ENDPOINT))  # as libzmq does then
+        with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:9 no longer admits this node"):
+            link.send(Leave())
+        link.leave()
+        link.socket.close(linger=0)
+
+
+def test_heartbeats_tell_how_far_a_scheduler_s_clock_is_ahead_until_another_asks() -> None:
+    hour_ns = 3600 * 10**9
+    ahead = HeartbeatReply(heartbeat_ns=now_ns(), clock_ns=now_ns() + hour_ns)
+    with scheduler_that_answers(messages(ahead, VIEW, WhoAreYou(2))) as link:
+        link.join(registration())
+        assert link.clock.offset is not None
+        assert abs(link.clock.offset.offset_ns - hour_ns) < WAIT_MS * 10**6
+        assert link.socket.poll(WAIT_MS, zmq.POLLIN)
+        assert [*link.receive()] == []
+        assert not link.clock._offsets
 
 
 def test_a_node_follows_the_scheduler_that_asked_it_last() -> None:
@@ -202,7 +271,9 @@ def test_torchrun_s_restarts_are_told_of_workers_alone(monkeypatch: pytest.Monke
     assert (register.rank, register.generation, register.restarts) == (-1, 0, 0)
 
 
-def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_is_silent(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
     with context() as ctx:
         cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
@@ -211,6 +282,7 @@ def test_a_scheduler_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         expected = answer + r" \(Connection refused\): check that it runs"
         with pytest.raises(DeadlineError, match=expected):
             link.join(registration())
+        assert not caplog.records, "no lease has passed"
         link.socket.close(linger=0)
 
 
