@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from functools import partial
 
@@ -56,6 +57,7 @@ class PushWriter:
         """
         shape, dtype = tuple(encoded.shape), dtype_name(encoded.dtype)
         sharding = encoded.sharding
+        priority = operator.index(options.priority)  # the queue negates it, and NumPy's unsigned ones wrap
         return [
             Outgoing(
                 chunk.server,
@@ -83,7 +85,7 @@ class PushWriter:
                     given=options.given,
                 ),
                 chunk.frames,
-                options.priority,
+                priority,
             )
             for chunk in encoded.chunks
         ]
