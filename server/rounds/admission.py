@@ -114,16 +114,17 @@ class Admission:
     def why_too_large(self, held: HeldPush, ranks: int) -> str:
         """Returns why a push in fragments is refused: those of all ``ranks`` exceed even the allowance.
 
-        Empty if they fit. A round opens whatever its size if no other is open; one of single messages, which
-        the budget bounds, is never as large.
+        Empty if they fit. The push of a host has the shares of all its ranks. A round opens whatever its size
+        if no other is open; one of single messages, which the budget bounds, is never as large.
         """
-        max_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
+        own = len(held.push.ranks)
+        max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= max_bytes:
             return ""
         return (
             f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
-            f"{max_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
-            "fewer rows at first"
+            f"{max_bytes} for {own} of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or "
+            "push fewer rows at first"
         )
 
     def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:
