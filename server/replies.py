@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 from msgspec import structs
@@ -114,6 +114,11 @@ class ReplySender:
         """Drops the peers that have taken nothing for long, and holds nobody back for them any more."""
         for route, reason in self._send_queue.look().items():
             self._drop(public_part(route), route, reason)
+
+    def forget(self, routes: Iterable[bytes]) -> None:
+        """Forgets what waits for workers that are gone. An elastic job has ever new ones."""
+        for route in routes:
+            self._send_queue.forget(route)
 
     def _encode(self, message: FromServer, shared: Shared | None, frames: Sequence[memoryview]) -> bytes:
         """The envelope of ``message``, whose values lie at ``shared`` if they are not in ``frames``."""
