@@ -158,7 +158,7 @@ class _Service:
             self._send(self._membership.abort("the scheduler was told to end"))
             raise
         except Exception as error:
-            self._send(self._membership.abort(f"the scheduler ended: {error!r}; see its log"))
+            self._send(self._membership.abort(f"the scheduler ended: {error!r:.12000}; see its log"))
             raise
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import zmq
 from msgspec import structs
@@ -114,6 +115,11 @@ class ReplySender:
         """Drops the peers that have taken nothing for long. Rounds are not held back for them any more."""
         for route, reason in self._send_queue.look().items():
             self._drop(public_part(route), route, reason)
+
+    def forget(self, routes: Iterable[bytes]) -> None:
+        """Forgets what waits for workers that are gone. In an elastic job, new ones come for months."""
+        for route in routes:
+            self._send_queue.forget(route)
 
     def _drop(self, peer: bytes, route: bytes, reason: str) -> None:
         """Stops serving a worker that does not read: frees its send queue, and cuts its connection.

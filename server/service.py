@@ -203,7 +203,9 @@ class _Service:
         self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
         self._epoch = log.here.epoch = view.epoch
         log.here.rank = view.rank
+        routes = {*self._workers.routes.values()}
         departed = self._workers.follow(view)
+        self._replies.forget(routes - {*self._workers.routes.values()})
         peers, now = self._workers.peers, time.monotonic()
         self._dispatcher.execute(self._rounds.on_view(view.ring_epoch, peers, departed, now))
         slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())

@@ -6,7 +6,7 @@ that the scheduler and the command line, which need no torch, do not load it.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ if not TYPE_CHECKING:  # a type checker takes a module with this function to hav
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            value = metadata.version("zenps")
+            value = import_module("importlib.metadata").version("zenps")
         elif name in __all__:
             value = getattr(import_module("zenps.worker"), name)
         else:

@@ -44,7 +44,8 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     """
 
     def __init__(self, workers: int, servers: int = 1, settings: Sequence[str] = ()) -> None:
-        self._settings = [*settings, f"cluster.workers={workers}", f"cluster.servers={servers}"]
+        own = [f"cluster.workers={workers}", f"cluster.servers={servers}"]
+        self._settings = [*sources.list_of(settings), *own]
         config = sources.load(sets=self._settings, environ={}).config
         self._servers = config.cluster.servers
         self._seconds = config.cluster.rendezvous_seconds

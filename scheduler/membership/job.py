@@ -87,6 +87,7 @@ class Job:
         has_begun = self.state != "gathering"
         if has_begun and node.role == "worker":
             self.joining.add(node)
+            self.ended.discard(node.rank)  # that was the process which had the rank before
             return []
         self.members.add(node)
         if has_begun:

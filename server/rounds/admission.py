@@ -113,15 +113,16 @@ class Admission:
         """Returns why a push in fragments is refused; empty if such pushes of all ``ranks`` fit.
 
         They have to fit into budget and allowance, because a round opens whatever its size if no other is
-        open. Pushes in single messages always fit.
+        open. Pushes in single messages always fit. A host's push has the shares of all its ranks.
         """
-        max_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
+        own = len(held.push.ranks)
+        max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= max_bytes:
             return ""
         return (
             f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
-            f"{max_bytes} of each of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or push "
-            "fewer rows at first"
+            f"{max_bytes} for {own} of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or "
+            "push fewer rows at first"
         )
 
     def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:

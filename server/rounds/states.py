@@ -242,7 +242,14 @@ def disagreement(pushes: Sequence[Push]) -> str:
     alike: dict[tuple[object, ...], list[Push]] = {}
     for push in pushes:
         alike.setdefault(_signature(push), []).append(push)
-    return "ranks disagree: " + listing(map(_describe, alike.values()), "; ", most=4)
+    # Other shapes are cut into other chunks, so that these explain nothing unless all else is equal.
+    has_chunk = len({_describe(each[0]) for each in alike.values()}) < len(alike)
+    told = []
+    for each in alike.values():
+        ranks = listing(dict.fromkeys(rank for push in each for rank in push.ranks))
+        chunk = _describe_chunk(each[0]) if has_chunk else ""
+        told.append(f"rank(s) {ranks} pushed {_describe(each[0])}{chunk}")
+    return "ranks disagree: " + listing(told, "; ", most=4)
 
 
 def _signature(push: Push) -> tuple[object, ...]:
@@ -250,10 +257,12 @@ def _signature(push: Push) -> tuple[object, ...]:
     return push.kind, push.dtype, push.shape, push.average, push.values, push.given, chunk
 
 
-def _describe(alike: Sequence[Push]) -> str:
-    push, ranks = alike[0], listing(dict.fromkeys(rank for push in alike for rank in push.ranks))
-    average = "averaged" if push.average else "summed"
-    chunk = f"in {push.chunks} chunk(s), this one {push.span} × {push.columns}"
+def _describe(push: Push) -> str:
     form = "" if push.values == "same" else f" as {push.values}"
     what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
-    return f"rank(s) {ranks} pushed {what}, {average}, {chunk}"
+    return f"{what}, {'averaged' if push.average else 'summed'}"
+
+
+def _describe_chunk(push: Push) -> str:
+    size = f"{push.span} positions of {push.columns} element(s)"
+    return f", in {push.chunks} chunk(s) for each server, of which number {push.chunk} has {size}"

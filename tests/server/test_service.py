@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
 from tests.server.rounds.test_tracker import KEY, make_held, peer_of
@@ -82,3 +83,15 @@ def test_a_worker_that_was_dropped_is_told_why_when_it_pushes(monkeypatch: pytes
     assert actions == [
         Reply([held.peer], Failure(1, *KEY, "lost", "tensor 'a', step 0: worker 0 was dropped"))
     ]
+
+
+def test_what_waits_for_a_worker_that_is_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic job has ever new workers: a server kept a queue for each there was."""
+    with started(monkeypatch, CollectorRegistry()) as (service, _):
+        queue = service._replies._send_queue
+        for worker in WORKERS:
+            service._workers.recognise(worker.identity, worker.identity + b"-secret")
+            queue._queues[worker.identity + b"-secret"].size_bytes = 1 << 40
+            queue._full[worker.identity + b"-secret"] = 0
+        service._on_view(structs.replace(VIEW, epoch=2, workers=WORKERS[1:]))
+        assert queue._queues.keys() == queue._full.keys() == {peer_of(1) + b"-secret"}

@@ -97,14 +97,20 @@ class Judge:
             return "was silent itself"
         if simulation.script.scenario == "continue":
             return self._excuse_of_going_on(worker, reason)
+        if (
+            simulation.script.scenario == "fail"
+            and worker.view is None
+            and worker.number >= len(simulation.supervisor.current)
+        ):
+            return "a pod was started again, and not admitted"
         if simulation.script.scenario == "restart" and worker.generation < simulation.supervisor.generation:
             return "torchrun has started others"
         peers = [other for other in simulation.workers if other.generation == worker.generation]
         if "restarted the workers" in reason and any(other.is_gone for other in peers):
             return "another was lost, and torchrun is about to start others"
         self._check_time(reason)
-        numbers = [int(pid) - 1000 for pid in re.findall(r"worker \d+ \(host host, pid (\d+)\)", reason)]
-        if any(simulation.workers[number].is_gone for number in numbers):
+        named = set(re.findall(r"worker \d+ \(host ([\w-]+), pid (\d+)\)", reason))
+        if any(other.is_gone and (other.host, str(other.pid)) in named for other in simulation.workers):
             return "a worker was lost, and is named"
         ranks = [int(rank) for rank in re.findall(r"\d+", "".join(re.findall(r"\(rank ([\d, ]+)\)", reason)))]
         gone = {w.rank for w in simulation.workers if w.is_gone}

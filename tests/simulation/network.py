@@ -66,6 +66,8 @@ class Network:
         rng: the only source of randomness.
         slow_seconds: how long a message may take.
         duplicates: the probability that a message arrives twice.
+        bytes_per_second: of a slow link, for frames alone; 0: no link is slow. Each way of a connection is
+            slow with a probability of one half: then what a peer pushes, or what it is sent, is queued.
         must_arrive: True for a message that may be neither lost nor slow.
     """
 
@@ -74,6 +76,7 @@ class Network:
         rng: random.Random,
         slow_seconds: float,
         duplicates: float,
+        bytes_per_second: float,
         must_arrive: Callable[[bytes, bytes, msgspec.Struct], bool],
     ) -> None:
         self.now = 0.0
@@ -81,11 +84,15 @@ class Network:
         self._rng = rng
         self._slow_seconds = slow_seconds
         self._duplicates = duplicates
+        self._bytes_per_second = bytes_per_second
         self._must_arrive = must_arrive
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._parties: dict[bytes, Party] = {}
         self._cuts: dict[frozenset[bytes], float] = {}
+        self._is_slow: dict[tuple[bytes, bytes], bool] = {}
+        self._sent_at: dict[tuple[bytes, bytes], float] = {}
+        """When a slow link will have sent what is queued for it."""
         self._loss = 0.0
         self._loss_until = 0.0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -127,6 +134,32 @@ class Network:
         if self._must_arrive(sender.name, receiver, message):
             self._deliver_after(PROMPT_SECONDS, sender, receiver, message, frames)
             return
+        if frames and self._bytes_per_second:
+            self._send_slowly(sender, receiver, message, frames)
+        else:
+            self._send(sender, receiver, message, frames)
+
+    def queued(self, sender: bytes, receiver: bytes) -> bool:
+        """True while something waits in the sender's queue."""
+        return self._sent_at.get((sender, receiver), 0.0) > self.now
+
+    def _send_slowly(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Frames) -> None:
+        """Sends a message once those before it are sent. The queue is lost with the sender's process."""
+        link = sender.name, receiver
+        if not self._is_slow.setdefault(link, self._rng.random() < 0.5):
+            self._send(sender, receiver, message, frames)
+            return
+        size_bytes = sum(frame.nbytes for frame in frames)
+        sent_at = max(self._sent_at.get(link, 0.0), self.now) + size_bytes / self._bytes_per_second
+        self._sent_at[link] = sent_at
+
+        def send() -> None:
+            if sender.is_alive:
+                self._send(sender, receiver, message, frames)
+
+        self.at(sent_at, send)
+
+    def _send(self, sender: Party, receiver: bytes, message: msgspec.Struct, frames: Frames) -> None:
         is_cut = self._cuts and self.now < self._cuts.get(frozenset((sender.name, receiver)), 0.0)
         if is_cut or (self.now < self._loss_until and self._rng.random() < self._loss):
             self.counts["lost"] += 1

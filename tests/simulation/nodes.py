@@ -141,9 +141,8 @@ class Scheduler(Node):
         expected = {worker.rank for worker in newest.workers} - {*newest.left}
         here = {node.rank for node in self.membership._job.members.present("worker")} & expected
         # One that has left is at no other scheduler, though another may have its rank here already.
-        ranks = {worker.pid: worker.rank for worker in newest.workers}
-        left = {each.pid for each in self.simulation.workers if each.ended == "left"}
-        here |= {ranks[pid] for pid in ranks.keys() & left}
+        left = [each for each in self.simulation.workers if each.ended == "left"]
+        here |= {worker.rank for worker in newest.workers if any(each.is_called(worker) for each in left)}
         if self.simulation.script.scenario == "continue" and 2 * len(here) < len(expected):
             raise Violation(f"a scheduler continues with workers {here} of {expected}")
 

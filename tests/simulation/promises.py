@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from zenps.wire.identity import public_identity
+from zenps.wire.scheduler_messages import Member
+
 from .nodes import Violation
 from .servers import UNITS
 
@@ -65,13 +68,23 @@ class Promises:
         """
         assert worker.view is not None
         others = [other for other in self._simulation.workers if other.view and other is not worker]
-        pids = {member.pid for member in worker.view.workers}
         for other in others:
-            if other.pid in pids:  # the first of a job may die before the second gets its view
+            if any(
+                self._is_member(other, member) for member in worker.view.workers
+            ):  # the first of a job may die before the second gets its view
                 return other.job
-        if others and not any(other.is_alive or other.training.has_state for other in others):
+        keeps_state = self._simulation.script.scenario == "continue"
+        if others and not any(
+            other.is_alive or (keeps_state and other.training.has_state) for other in others
+        ):
             self._jobs += 1
         return self._jobs
+
+    @staticmethod
+    def _is_member(worker: Worker, member: Member) -> bool:
+        if worker.is_pod:  # whose name others have had
+            return member.identity == public_identity(worker.name)
+        return worker.is_called(member)
 
     def contribute(self, contribution: Contribution) -> Values:
         """The values of a contribution; no two contributions have any in common."""

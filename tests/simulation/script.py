@@ -41,6 +41,8 @@ MAX_SECONDS = 25.0
 BUDGETS = (1 << 20, 8 << 10, 1 << 10)
 """The small budgets admit few rounds: the pushes of a rank before it waits do not fit at once. The smallest
 is less than any round takes, and half of what four ranks push in one, beyond which fragments are refused."""
+BYTES_PER_SECOND = (0.0,) * 8 + (200.0, 15.0)
+"""A push of a whole tensor is 512 bytes: on the slowest links, it is to be repeated while it is queued."""
 RESHARD_SECONDS = (0.0, 2.0, 15.0)
 """Within the longest, a worker may hear of more views, and of the loss of another worker."""
 MESSAGE_UNITS = (1 << 10, 4, 1)
@@ -77,6 +79,11 @@ class Script(msgspec.Struct, frozen=True):
     """How long a round waits at most to be resharded, and then takes at most; 0: it is resharded at once."""
     message_units: int = 1 << 10
     """How many units a message takes: a chunk with more travels in fragments."""
+    bytes_per_second: float = 0.0
+    """Of slow links; 0: none is slow."""
+    pods: bool = False
+    """True if a worker's process has the rank, the host name and the number of the one before it, as in a pod
+    of a StatefulSet, and is started again also where no worker can come back."""
     catches: bool = False
     """True if ranks push some tensors that they shard differently, and catch the error."""
 
@@ -93,11 +100,14 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         kind = rng.choice(WORKER_KINDS if is_worker else KINDS)
         faults.append(Fault(at, kind, rng.randrange(100), round(rng.random() * MAX_SECONDS, 3)))
     runs_ahead = rng.random() < 0.5
+    # From another source: a seed keeps the other choices that it had before there were these.
+    further = random.Random(~seed)
+    bytes_per_second = further.choice(BYTES_PER_SECOND)
     return Script(
         seed=seed,
         workers=rng.choice((1, 2, 2, 3, 3, 4) if scenario == "steady" else (2, 3, 3, 4)),
         servers=rng.randint(1, 4),
-        steps=rng.randint(10, 60),
+        steps=rng.randint(10, 60) // (4 if bytes_per_second else 1),  # each takes longer
         runs_ahead=runs_ahead,
         settles=rng.random() < 0.5,
         slow_seconds=rng.choice((0.05, 0.5, 2.0)),
@@ -109,4 +119,6 @@ def random_script(seed: int, scenario: Scenario | None = None) -> Script:
         message_units=rng.choice(MESSAGE_UNITS),
         left_over=rng.random() < 0.2,
         catches=rng.random() < 0.75,
+        bytes_per_second=bytes_per_second,
+        pods=further.random() < 0.4,
     )

@@ -23,6 +23,8 @@ from .workers import Worker
 
 FINISH_SECONDS = 1500.0
 """A lost push is repeated after 60 s, then after 120 more, …: this is enough for a few repetitions."""
+STEP_BYTES = 8192.0
+"""What a link carries in a step, pushed under some rings."""
 SETTLE_SECONDS = 90.0  # more than a worker waits before it repeats a push that was lost
 SHORT_LEASE_SECONDS = 5.0
 """In elastic jobs: a worker that is lost comes back before the job is over."""
@@ -52,8 +54,6 @@ class Simulation:
         parts: the classes under test.
     """
 
-    settle_seconds = SETTLE_SECONDS
-
     def __init__(self, script: Script, parts: Parts | None = None) -> None:
         self.script = script
         self.parts = parts or Parts()
@@ -62,7 +62,12 @@ class Simulation:
         if script.scenario == "continue":
             changed = {"on_worker_loss": "continue", "lease_seconds": SHORT_LEASE_SECONDS}
             self.cluster = msgspec.structs.replace(self.cluster, **changed)
-        self.network = Network(self.rng, script.slow_seconds, script.duplicates, self._must_arrive)
+        self.network = Network(
+            self.rng, script.slow_seconds, script.duplicates, script.bytes_per_second, self._must_arrive
+        )
+        queues = script.steps * STEP_BYTES / script.bytes_per_second if script.bytes_per_second else 0.0
+        self.finish_seconds = FINISH_SECONDS + queues
+        self.settle_seconds = SETTLE_SECONDS + queues / script.steps
         self.promises = Promises(self)
         self.judge = Judge(self)
         self.quiet_from = max((fault.at + fault.seconds for fault in script.faults), default=0.0)
@@ -87,7 +92,7 @@ class Simulation:
         Raises:
             Violation: a promise was broken.
         """
-        until = self.quiet_from + FINISH_SECONDS
+        until = self.quiet_from + self.finish_seconds
         while not self.is_over():
             if self.network.now > until or not self.network.step():
                 raise Violation(f"not over by {until:g} s: {self._unfinished()}")

@@ -31,7 +31,8 @@ class Supervisor:
         """The time at which a place gets another process."""
         for place in range(simulation.script.workers):
             self._places.append(self._start(place))
-        if self._scenario in ("continue", "restart"):
+        self._is_pods = simulation.script.pods and self._scenario == "fail"
+        if self._scenario in ("continue", "restart") or self._is_pods:
             simulation.network.at(LOOK_SECONDS, self._look)
 
     @property
@@ -60,7 +61,7 @@ class Supervisor:
         due = [place for place, at in self._restart_at.items() if at <= now]
         if self._is_job_over():
             self._restart_at.clear()
-        elif self._scenario == "continue":
+        elif self._scenario == "continue" or self._is_pods:
             self._look_after_each(now)
         elif not self._restart_at and self.restarts:
             self._look_after_all(now)
@@ -97,5 +98,5 @@ class Supervisor:
         if before.is_alive:
             before.crash()
         # Another worker may have taken the rank.
-        wanted = -1 if self._scenario == "continue" and before.view is None and before.error else place
-        self._places[place] = self._start(wanted)
+        is_refused = self._scenario == "continue" and before.view is None and bool(before.error)
+        self._places[place] = self._start(-1 if is_refused and not before.is_pod else place)

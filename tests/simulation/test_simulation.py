@@ -63,6 +63,8 @@ def scripts(scenario: Scenario) -> st.SearchStrategy[Script]:
         left_over=st.booleans(),
         reshard_seconds=st.sampled_from(RESHARD_SECONDS),
         message_units=st.sampled_from(MESSAGE_UNITS),
+        bytes_per_second=st.sampled_from((0.0, 0.0, 0.0, 200.0)),
+        pods=st.booleans(),
         catches=st.booleans(),
     )
 
@@ -463,6 +465,21 @@ ONCE_FAILED = [
         ),
         scenario="fail",
     ),
+    # What a server asks for again takes longer on the link than the server waits before it asks once more.
+    Script(
+        seed=1027,
+        workers=4,
+        servers=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.2,
+        budget_bytes=1024,
+        faults=(Fault(at=17.556, kind="stall scheduler", target=28, seconds=0.07),),
+        reshard_seconds=15.0,
+        message_units=1,
+        bytes_per_second=15.0,
+        catches=True,
+    ),
 ]
 
 
@@ -578,13 +595,14 @@ def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
 def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
     is_alive: bool, has_state: bool, seen: tuple[int, ...], job: int
 ) -> None:
-    simulation: Any = SimpleNamespace(workers=[])
+    simulation: Any = SimpleNamespace(workers=[], script=Script(scenario="continue"))
     promises = Promises(simulation)
 
     def worker(pid: int, seen: tuple[int, ...]) -> Any:
         view = SimpleNamespace(workers=[SimpleNamespace(pid=pid) for pid in seen])
         training = SimpleNamespace(has_state=has_state)
-        made = SimpleNamespace(pid=pid, view=view, is_alive=is_alive, training=training)
+        made = SimpleNamespace(pid=pid, is_pod=False, view=view, is_alive=is_alive, training=training)
+        made.is_called = lambda member: member.pid == pid
         simulation.workers.append(made)
         made.job = promises.job_of(made)
         return made

@@ -13,6 +13,7 @@ from zenps.errors import MismatchError
 from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.messages import Push
 from zenps.wire.scheduler_messages import Admit, Barrier, BarrierReply, HeartbeatReply, Leave, Register, View
+from zenps.wire.scheduler_messages import Member as ViewMember
 from zenps.wire.tensors import cut_fragments
 from zenps.worker.rounds.states import (
     Action,
@@ -70,7 +71,8 @@ class Worker(Member):
         self, simulation: Simulation, number: int, rank: int, generation: int = 0, restarts: int = 0
     ) -> None:
         self.number = number
-        self.pid = 1000 + number
+        self.is_pod = simulation.script.pods
+        self.host, self.pid = (f"pod-{rank}", 1) if self.is_pod else ("host", 1000 + number)
         self.job = 0
         self.rank = rank
         self.generation = generation
@@ -97,7 +99,7 @@ class Worker(Member):
         self._ranks: dict[bytes, int] = {}
         self._owners: list[int] = []
         register = Register(
-            "worker", rank, "host", self.pid, "", "", {}, generation=generation, restarts=restarts
+            "worker", rank, self.host, self.pid, "", "", {}, generation=generation, restarts=restarts
         )
         super().__init__(simulation, f"worker-{number}".encode(), register)
         self.training = Training(self, self._rng)
@@ -120,6 +122,10 @@ class Worker(Member):
     def is_gone(self) -> bool:
         """True if other nodes may take it for lost."""
         return self.was_silent or self.ended in ("left", "failed", "crashed")
+
+    def is_called(self, member: ViewMember) -> bool:
+        """True if a member has its name. That of a pod is that of each process that it has had."""
+        return (member.host, member.pid) == (self.host, self.pid)
 
     def beat(self) -> None:
         super().beat()
@@ -186,7 +192,8 @@ class Worker(Member):
         self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:
-        self.execute(self.rounds.on_tick(self.now))
+        behind = {rank for rank, name in self._servers.items() if self.network.queued(self.name, name)}
+        self.execute(self.rounds.on_tick(self.now, behind))
         kept = [tensor for tensor, _ in self.rounds._kept]
         if len(kept) != len(set(kept)):
             raise Violation(f"{self.name!r} keeps {sorted(self.rounds._kept)}; expected one of each tensor")

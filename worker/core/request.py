@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -126,9 +127,11 @@ def check_request(request: Request) -> None:
     check_average(options.average, f"tensor {name!r}")
     if options.is_reduction:
         _check_tensor(tensor, options.average)
-    priority: object = options.priority
-    if not isinstance(priority, int):
-        raise UsageError(f"tensor {name!r}: priority {priority!r:.60}: expected an integer")
+    try:
+        operator.index(options.priority)  # also NumPy's integers
+    except TypeError:
+        got = f"priority {options.priority!r:.60}"
+        raise UsageError(f"tensor {name!r}: {got}: expected an integer") from None
 
 
 def _is_capturing() -> bool:

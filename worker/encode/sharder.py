@@ -25,6 +25,10 @@ from .reshard import reshard
 # A dense tensor below this goes to one server whole: more messages would cost more than they save.
 SPLIT_FROM_BYTES = 64 * 1024
 
+# Bitmaps of this many positions take 1 GiB. A limit for each server would change with the ring, and a tensor
+# that has begun must not be refused once a server is lost.
+MAX_POSITIONS_BY_SPAN = 1 << 33
+
 
 class Sharder:
     """Shards tensors by the newest ring. Every method may be called from any thread.
@@ -56,7 +60,7 @@ class Sharder:
             expected_rows: how many rows were pulled last time; equal on all ranks.
 
         Raises:
-            TensorError: a row is too large for a message.
+            TensorError: a row is too large for a message, or the table for positions by bitmap.
         """
         return self._ring.shard_sparse(name, max(rows, 1), columns, dtype, expected_rows)
 
@@ -114,6 +118,14 @@ class _Ring:
     def shard_sparse(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
     ) -> Sharding:
+        if self._is_by_span and rows > MAX_POSITIONS_BY_SPAN:
+            sync, by_scheme = self._config.sync, self._wire.pull_codec in BY_SPAN
+            setting = f"sync.scheme = {sync.scheme}" if by_scheme else f"sync.codec = {sync.codec}"
+            raise TensorError(
+                f"tensor {name!r}: a table of {rows} positions; expected at most {MAX_POSITIONS_BY_SPAN} "
+                f"with {setting}, which takes a bit or more for each; set sync.scheme = zenps and sync.codec "
+                "= auto"
+            )
         is_wide = columns > 1 or self._wire.keys == "elements"
         layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES

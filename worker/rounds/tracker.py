@@ -73,6 +73,7 @@ class WorkerRounds:
         self._ring_epoch = 0
         self._servers: dict[int, Member] = {}
         self._workers: Set[int] = frozenset()
+        self._behind: Set[int] = frozenset()
         self._in_flight: dict[tuple[str, int], Round] = {}
         self._kept: dict[tuple[str, int], Round] = {}
         self._newest: dict[str, int] = {}
@@ -257,6 +258,7 @@ class WorkerRounds:
 
         Servers in ``behind`` may lack pushes that are not lost: they wait in this worker's queues.
         """
+        self._behind = behind
         actions: list[Action] = [*self._given_up.on_tick(now)]
         for round_ in list(self._in_flight.values()):
             if now > round_.deadline:
@@ -279,17 +281,15 @@ class WorkerRounds:
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
     def _push(self, round_: Round, now: float) -> list[Action]:
-        actions: list[Action] = []
         for out in round_.outgoing:
             round_.unanswered[out.server, out.push.chunk] = out
-            actions.append(SendPush(out))
         round_.repeat_at = now + round_.repeat_seconds
-        return actions
+        return [SendPush(out) for out in round_.outgoing]
 
     def _on_wanted(self, server: int, message: Wanted, now: float) -> list[Action]:
         """Sends a push again that a server needs to answer another rank.
 
-        Does nothing if the push was sent a moment ago, or will be sent anyway.
+        Does nothing if the push was sent a moment ago, may still be queued, or will be sent anyway.
         """
         key, chunk = (message.tensor, message.step), (server, message.chunk)
         round_ = self._in_flight.get(key)
@@ -303,9 +303,10 @@ class WorkerRounds:
                 round_.again = True
                 round_.sent_again = {}
                 actions.append(Reshard(round_))
-        if round_ is None or now < round_.sent_again.get(chunk, -math.inf) + ASKED_SECONDS:
+        if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
-        if round_.state == "pushed" and chunk in round_.unanswered:
+        sent = round_.sent_again.get(chunk)
+        if sent is not None and (server in self._behind or now < sent + ASKED_SECONDS):
             return actions
         round_.sent_again[chunk] = now
         # A round that is being resharded pushes its wanted chunks afterwards, or all of its chunks.
@@ -318,9 +319,7 @@ class WorkerRounds:
             round_.repeat_at = now + round_.repeat_seconds
         lacking = chunks - {(out.server, out.push.chunk) for out in wanted}
         where = round_.tensor, round_.step
-        told = [
-            SendGiveUp(server, GiveUp(self._ring_epoch, *where, chunk)) for server, chunk in sorted(lacking)
-        ]
+        told = [SendGiveUp(rank, GiveUp(self._ring_epoch, *where, chunk)) for rank, chunk in sorted(lacking)]
         return [*(SendPush(out) for out in wanted), *told]
 
     def _on_result(self, round_: Round, server: int, result: Result, frames: Frames) -> list[Action]:

@@ -136,7 +136,9 @@ _default = CommHookState(_prefix=Prefix("ddp"))
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
 
-    Errors of :func:`push_pull` are raised from ``backward()``. Gradients are those of this rank then.
+    Errors of :func:`push_pull` are raised from ``backward()``. Gradients are those of this rank then. What
+    Ctrl-C raises as a hook begins, or a hook of your own around this one, leaves DDP in a step without an
+    end: its next backward fails by an INTERNAL ASSERT of torch, until the module is wrapped in DDP again.
 
     Args:
         state: ``None`` for one model whose buckets all go over ZenPS.
@@ -156,7 +158,6 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
-    check_applied_at_once("the DDP hook")
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP may never use the first layout again, so that its residuals would be lost.
     is_repeated = name in state._pushed
@@ -189,7 +190,11 @@ def _begin(request: Request, residuals: Residuals) -> tuple[Pending | None, Exce
         the gradient could not be pushed, or None.
     """
     try:
+        check_applied_at_once("the DDP hook")
         _check_ranks()
+    except UsageError as error:  # on all ranks alike: nobody waits for this one
+        return None, error
+    try:
         return PROCESS.world.begin(request), None
     except BaseException as error:
         residuals.end_step()  # the next push of this name is that of another gradient

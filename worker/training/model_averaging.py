@@ -219,11 +219,12 @@ def average_parameters() -> None:
     afterwards, until the next step. Otherwise it does nothing: there ranks are always equal. Errors are
     those of :func:`zenps.push_pull`.
     """
+    world = PROCESS.world
     if _living:
         gc.collect()  # a model that nobody has any more may be gone on one rank, and not yet on another
     distances = [model.average_over_all() for _, model in sorted(_living.items())]
     if distances:
-        PROCESS.world.note_consensus(max(distances))
+        world.note_consensus(max(distances))
 
 
 def _norm(tensor: Tensor) -> float:

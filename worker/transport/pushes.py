@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from functools import partial
 
@@ -57,6 +58,7 @@ class PushWriter:
         """
         shape, dtype = tuple(encoded.shape), dtype_name(encoded.dtype)
         sharding = encoded.sharding
+        priority = operator.index(options.priority)  # the queue negates it, and NumPy's unsigned ones wrap
         return [
             Outgoing(
                 chunk.server,
@@ -84,7 +86,7 @@ class PushWriter:
                     given=options.given,
                 ),
                 chunk.frames,
-                options.priority,
+                priority,
             )
             for chunk in encoded.chunks
         ]

@@ -16,6 +16,8 @@ from zenps.keys import load_keys
 _TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What workers get of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
 
+_LOOPBACK: Final = "127.0.0.1"
+
 
 def environments(
     config: Config, base: Mapping[str, str], *, torchrun_env: bool = True
@@ -63,7 +65,7 @@ def environments(
             environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
         elif role == "worker" and torchrun_env:
             size = str(cluster.workers)
-            values = (rank, rank, size, size, "127.0.0.1", master_port)
+            values = (rank, rank, size, size, _LOOPBACK, master_port)
             environment |= dict(zip(_TORCHRUN, values, strict=True))
         elif role == "worker":
             environment = {key: value for key, value in environment.items() if key not in _TORCHRUN}
@@ -98,9 +100,13 @@ def _own_port(name: str, first: int, index: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    with net.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    try:
+        with net.socket() as probe:
+            probe.bind((_LOOPBACK, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        reason = f"{_LOOPBACK} as an address of this machine ({error.strerror}); see: ip addr show lo"
+        raise ConfigError("MASTER_ADDR", _LOOPBACK, reason) from error
 
 
 def _check_scheduler(address: str) -> None:

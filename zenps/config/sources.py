@@ -268,14 +268,25 @@ def _from_environment(environ: Mapping[str, str]) -> _Layer:
 
 def _from_sets(sets: Sequence[str]) -> _Layer:
     layer: _Layer = {}
-    if isinstance(sets, str):
-        raise ConfigError("sets", sets, 'a list of strings, such as ["sync.density=0.1"]')
-    for item in sets:
+    for item in list_of(sets):
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError("--set", item, "section.field=value")
         layer[_known(name.strip())] = (value.strip(), "--set")
     return layer
+
+
+def list_of(sets: object) -> list[str]:
+    """The strings ``section.field=value`` that a caller gave.
+
+    Raises:
+        ConfigError: it gave something else, such as one string, or a mapping.
+    """
+    if isinstance(sets, Iterable) and not isinstance(sets, str | Mapping):
+        items = [*sets]
+        if all(isinstance(item, str) for item in items):
+            return items
+    raise ConfigError("sets", sets, 'a list of strings, such as ["sync.density=0.1"]')
 
 
 def _known(name: str) -> str:

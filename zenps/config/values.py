@@ -32,6 +32,8 @@ def checked(name: str, raw: object, source: str) -> object:
     Raises:
         ConfigError: the value has a wrong type or is out of bounds.
     """
+    if isinstance(raw, str) and "\0" in raw:  # no path, host or plug-in has one: whoever opens it would fail
+        raise ConfigError(name, raw, f"no NUL character (set by {source})")
     try:
         value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
         value = msgspec.convert(value, FIELDS[name].annotated, strict=not isinstance(value, str))

@@ -16,6 +16,7 @@ from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     BarrierReply,
+    Ended,
     FromScheduler,
     Heartbeat,
     HeartbeatReply,
@@ -264,6 +265,24 @@ def test_a_joining_worker_learns_that_the_job_has_ended(short: Membership) -> No
     assert "the job has ended before it was admitted" in refused.reason
     assert short.state == "draining"
     assert not to(sends, JOINING, Stop)
+
+
+def test_a_worker_that_took_the_rank_of_one_that_has_ended_may_join_again() -> None:
+    """The servers stopped as it left, for the processes of all ranks had ended."""
+    membership = make_running(rejoin_seconds=30.0)
+    membership.on_message(b"launch", Ended("worker", 2, "box"), 1.0)
+    confirm(membership, 1.0)
+    membership.on_message(JOINING, register("worker", pid=7), 2.0)
+    admit(membership, WORKERS[:2], 2.0)
+    confirm(membership, 2.0)
+    for rank in (0, 1):
+        membership.on_message(b"launch", Ended("worker", rank, "box"), 3.0)
+        confirm(membership, 3.0)
+    sends = membership.on_message(JOINING, Leave(), 4.0)
+    assert membership.state == "draining"
+    assert to(sends, SERVERS[0], Stop) == []
+    sends = membership.on_message(b"launch", Ended("worker", 2, "box"), 5.0)
+    assert to(sends, SERVERS[0], Stop) == [Stop()]
 
 
 def test_an_admission_resets_barriers_and_watermarks(short: Membership) -> None:

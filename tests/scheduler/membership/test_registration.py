@@ -122,6 +122,17 @@ def test_a_malformed_address_does_no_harm(address: str) -> None:
     assert membership.on_message(worker(0), register("worker", host="there"), 0.0) == []
 
 
+def test_settings_that_no_worker_has_are_refused_in_a_message_that_nodes_accept() -> None:
+    """Nodes drop a reason of more than 16,384 characters, and would wait for another."""
+    membership = make_membership()
+    changed: dict[str, str | int] = {f"{number}" * 300: "x" * 3000 for number in range(100)}
+    (send,) = membership.on_message(worker(0), register("worker", changed=changed), 0.0)
+    assert isinstance(send.message, Refused)
+    assert send.message.kind == "mismatch"
+    assert len(send.message.reason) < 16_384 - 500
+    assert "84 more" in send.message.reason
+
+
 def test_settings_that_disagree_are_named() -> None:
     membership = make_membership()
     message = register("worker", changed={"sync.partition": "parallel", "sync.extra": 1})

@@ -492,16 +492,16 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
     ("fields", "text"),
     [
         (
-            {"shape": (9, 4)},
-            "rank(s) 1 pushed sparse float32 (9, 4), averaged, in 2 chunk(s), this one 4 × 4",
+            {"shape": (9, 4), "span": 5},
+            "(8, 4), averaged; rank(s) 1 pushed sparse float32 (9, 4), averaged",
         ),
         ({"dtype": "float64"}, "rank(s) 1 pushed sparse float64 (8, 4)"),
         ({"kind": "dense"}, "rank(s) 1 pushed dense float32"),
         ({"average": False}, "rank(s) 1 pushed sparse float32 (8, 4), summed"),
-        ({"chunks": 3}, "in 3 chunk(s)"),
-        ({"columns": 2}, "this one 4 × 2"),
+        ({"chunks": 3}, ", in 3 chunk(s) for each server, of which number 0 has 4 positions of 4 element(s)"),
+        ({"columns": 2}, "of which number 0 has 4 positions of 2 element(s)"),
         ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
-        ({"span": 7}, "this one 7 × 4"),
+        ({"span": 7}, "of which number 0 has 7 positions of 4 element(s)"),
     ],
 )
 def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, object], text: str) -> None:
@@ -1243,12 +1243,22 @@ def test_a_push_larger_than_the_budget_fails_its_round() -> None:
     (reply,) = push_fragment(rounds, 1, 0, fragments=101)
     assert reply.message.kind == "size"
     assert (
-        "expected at most 10000 of each of 2 ranks; raise cluster.server_budget_bytes" in reply.message.reason
+        "expected at most 10000 for 1 of 2 ranks; raise cluster.server_budget_bytes" in reply.message.reason
     )
     assert not rounds.open_rounds
     assert push_fragment(rounds, 1, 1, fragments=101) == []
     (again,) = push_fragment(rounds, 1, 0, fragments=101)
     assert again.message == reply.message
+
+
+def test_the_push_of_a_host_may_take_the_shares_of_all_its_ranks() -> None:
+    rounds = make_rounds(4, budget_bytes=10_000)
+    assert push_fragment(rounds, 0, 0, fragments=100, stands_for=(1,)) == []
+    (reply,) = push_fragment(rounds, 2, 0, fragments=101, stands_for=(3,))
+    assert (
+        "rank 2 pushes 10100 bytes to one server, expected at most 10000 for 2 of 4 ranks;"
+        in reply.message.reason
+    )
 
 
 def test_a_round_up_to_twice_the_budget_opens_alone() -> None:

@@ -143,10 +143,15 @@ def test_average_is_a_bool(average: Any) -> None:
         check_tensor(torch.ones(3), average)
 
 
-@pytest.mark.parametrize("priority", [0.5, "1", None])
+@pytest.mark.parametrize("priority", [0.5, "1", None, numpy.True_, torch.tensor(0.5)])
 def test_a_priority_is_an_integer(priority: Any) -> None:
     with pytest.raises(UsageError, match=r"tensor 'weight': priority .*: expected an integer"):
         check_request(Request(torch.ones(3), "weight", Options(priority=priority)))
+
+
+@pytest.mark.parametrize("priority", [numpy.int64(-3), numpy.uint8(3), torch.tensor(3)])
+def test_a_priority_may_be_an_integer_of_numpy(priority: Any) -> None:
+    check_request(Request(torch.ones(3), "weight", Options(priority=priority)))
 
 
 def test_an_error_shows_no_more_than_the_beginning_of_what_came() -> None:

@@ -28,6 +28,7 @@ from tests.worker.encode.test_transfer import (
 from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
 from zenps.config.settings import ClusterConfig, Config, CudaConfig, SyncConfig
+from zenps.errors import TensorError
 from zenps.partition.layout import Layout
 from zenps.schemes.registry import scheme_of
 from zenps.wire.shared_memory.arena import Arena
@@ -57,6 +58,23 @@ def test_a_broadcast_leaves_nothing_in_the_pool() -> None:
             begin(planner, torch.ones(count), purpose)  # type: ignore[arg-type]
         kept_bytes = planner._pool.kept_bytes
         assert (kept_bytes > 0) == (purpose == "value"), (purpose, kept_bytes)
+
+
+@pytest.mark.parametrize(
+    ("sync", "setting"),
+    [
+        (SyncConfig(scheme="zen"), "sync.scheme = zen"),
+        (SyncConfig(codec="bitmap"), "sync.codec = bitmap"),
+        (SyncConfig(codec="dense"), "sync.codec = dense"),
+    ],
+    ids=str,
+)
+def test_a_table_too_large_for_a_bit_of_each_position_is_refused(sync: SyncConfig, setting: str) -> None:
+    """A push of two rows took memory and time for all positions, until its deadline."""
+    sharder = Sharder(Config(sync=sync), scheme_of(sync.scheme).wire, view_of([0, 1]))
+    sharder.shard_sparse("table", 1 << 33, 1, torch.float32, 0)
+    with pytest.raises(TensorError, match=f"tensor 'table': a table of {(1 << 33) + 1} .* with {setting}, "):
+        sharder.shard_sparse("table", (1 << 33) + 1, 1, torch.float32, 0)
 
 
 def test_a_message_of_blocks_is_no_larger_than_two_chunks() -> None:

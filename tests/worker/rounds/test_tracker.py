@@ -584,6 +584,19 @@ def test_what_was_recalled_and_is_lost_on_its_way_is_pushed_once_more_when_asked
     assert round_.state == "recalled"
 
 
+def test_what_was_recalled_and_may_still_be_queued_is_not_pushed_once_more() -> None:
+    """A server asks until it has the push: on a slow link, the queue grew by a push each time, for ever."""
+    worker = Recovering()
+    round_ = worker.submit()
+    worker.answer(round_)
+    wanted, later = Wanted(1, "t", 0, 0), 3 * REPEAT_SECONDS
+    worker.rounds.on_tick(later, {1})
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later)) == [(1, 0)], "not sent since it was answered"
+    assert worker.rounds.on_reply(1, wanted, (), later + 10 * ASKED_SECONDS) == []
+    worker.rounds.on_tick(later + 11 * ASKED_SECONDS, {0})
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later + 11 * ASKED_SECONDS)) == [(1, 0)]
+
+
 def test_what_was_recalled_waits_to_be_wanted_again_after_another_change() -> None:
     worker = Recovering()
     round_ = worker.submit()

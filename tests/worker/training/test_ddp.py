@@ -166,6 +166,21 @@ def test_after_a_push_that_cannot_begin_ddp_goes_on(failing: int, monkeypatch: p
     assert world.waited == world.pushed
 
 
+@pytest.mark.usefixtures("group")
+def test_after_a_call_that_came_too_early_ddp_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward after zps.init(), as in a notebook, failed by an INTERNAL ASSERT of torch."""
+    monkeypatch.setattr(PROCESS, "_world", None)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    model.register_comm_hook(CommHookState(), comm_hook)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"call zenps.init\(\) first"):
+            model(torch.ones(1, 2)).sum().backward()
+    world = FakeWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    model(torch.ones(1, 2)).sum().backward()
+    assert world.pushed.total() == 1
+
+
 def train_alone(rank: int, store: str) -> str:
     """One of two ranks of torch.distributed, each of which is a ZenPS of its own."""
     dist.init_process_group("gloo", store, rank=rank, world_size=2)

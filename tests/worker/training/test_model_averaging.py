@@ -88,6 +88,13 @@ def test_a_model_that_nobody_has_any_more_is_not_averaged(world: FakeWorld) -> N
     assert len({name.split("/")[0] for name in world.pushed if "/all/" in name}) == 1
 
 
+def test_before_init_models_are_not_averaged_and_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It returned, and a script that had forgotten init() evaluated the model of one rank."""
+    monkeypatch.setattr(PROCESS, "_world", None)
+    with pytest.raises(UsageError, match=r"call zenps.init\(\) first"):
+        zps.average_parameters()
+
+
 def test_two_buffers_of_one_name_are_refused() -> None:
     """One of them would not be averaged."""
     first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)

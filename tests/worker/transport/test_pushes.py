@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import numpy
 import torch
 
 from zenps.worker.core.request import Options
@@ -37,3 +38,12 @@ def test_values_are_shared_and_positions_travel() -> None:
     assert [chunk.frames for chunk in shared.chunks] == [(SHARED,), (POSITIONS, SHARED)]
     assert sockets.calls == [(0, b"values", False), (1, b"values", False)]
     assert [chunk.frames for chunk in encoded.chunks] == [(VALUES,), (POSITIONS, VALUES)]
+
+
+def test_a_priority_of_numpy_is_a_plain_integer() -> None:
+    """The send queue negates priorities: NumPy's uint8 of 1 became 255, and went last."""
+    chunk = EncodedChunk(0, 0, 4, 4, "none", (VALUES,))
+    encoded = EncodedTensor("dense", torch.Size([4]), torch.float32, 1, 0, Sharding(None, 1, 0), (chunk,))
+    writer = PushWriter(0, "auto", cast(ServerSockets, Sockets()))
+    (out,) = writer.write("weight", 0, encoded, Options(priority=cast(int, numpy.uint8(1))))
+    assert (-out.priority, type(out.priority)) == (-1, int)

@@ -19,6 +19,7 @@ from zenps.cli.commands import main
 from zenps.keys import generate
 from zenps.observe.trace import open_trace
 
+ROOT = Path(__file__).parents[3]
 SHOW = (
     "import json; from zenps.config.sources import load, describe; "
     "print(json.dumps([*map(list, describe(load()))]))"
@@ -151,6 +152,26 @@ def test_an_impossible_timeout_is_refused(seconds: str, capsys: pytest.CaptureFi
 def test_starts_without_torch(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0
+
+
+INTERRUPTED = """
+import configparser, importlib, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "zenps.keys":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+parsed = configparser.ConfigParser()
+parsed.read("setup.cfg")
+module, function = parsed["options.entry_points"]["console_scripts"].partition("=")[2].strip().split(":")
+sys.exit(getattr(importlib.import_module(module), function)())
+"""
+
+
+def test_ctrl_c_while_modules_are_imported_ends_it_without_a_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPTED, "config"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
 
 
 # ── keys ────────────────────────────────────────────────────────────────────────────────────────

@@ -66,6 +66,13 @@ def test_fixed_ports_are_counted_up() -> None:
     assert [config.cluster.server_port for config in ports[1:3]] == [7000, 7001]
 
 
+def test_a_machine_without_ipv4_loopback_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told "[Errno 99] Cannot assign requested address", and not what of."""
+    monkeypatch.setattr("zenps.cli.environments._LOOPBACK", "192.0.2.1")  # of no machine
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR = '192.0.2.1': .* an address of this machine \("):
+        of()
+
+
 @pytest.mark.parametrize("port", ["0", "-1"])
 def test_free_port_and_no_port_stay(port: str) -> None:
     for environment in of(f"metrics.port={port}", ZENPS_METRICS_PORT=port).values():

@@ -253,6 +253,23 @@ def test_set_needs_an_equals_sign() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "sets", [None, 1, b"a=b", [b"a=b"], [1], [("sync.seed", 1)], {"sync.seed": 1}], ids=repr
+)
+def test_sets_are_strings(sets: object) -> None:
+    assert refusal(sets=sets).endswith("""expected a list of strings, such as ["sync.density=0.1"]""")
+
+
+@pytest.mark.parametrize(
+    "name", ["cluster.host", "metrics.host", "sync.trace", "security.keys", "sync.partition"]
+)
+def test_a_nul_character_is_refused(name: str) -> None:
+    """Sockets and files raise ValueError: embedded null byte."""
+    assert (
+        refusal(sets=[f"{name}=a.b\0c"]) == f"{name} = 'a.b\\x00c': expected no NUL character (set by --set)"
+    )
+
+
 def test_chunk_must_fit_a_message() -> None:
     line = refusal(sets=["cluster.max_message_bytes=4MiB"])
     assert line == "sync.chunk_bytes = 8388608: expected at most cluster.max_message_bytes = 4MiB"
