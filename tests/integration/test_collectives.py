@@ -134,7 +134,11 @@ ERRORS: dict[str, tuple[str, str, str]] = {
     "gather no plain data": (USAGE, USAGE, "expected plain data"),
     "broadcast dtype": (MISMATCH, MISMATCH, "dense float64 (3, 2) from rank 0"),
     "broadcast shape": (MISMATCH, MISMATCH, "dense float32 (50000,)"),
-    "broadcast list": (TENSOR, MISMATCH, "expected a tensor, got list"),
+    "broadcast list": (
+        TENSOR,
+        MISMATCH,
+        "expected a tensor, got list; leave it out, or send plain data by broadcast_object()",
+    ),
     "two roots": (MISMATCH, MISMATCH, "rank(s) 0 pushed dense float32 (3, 2) from rank 1"),
     "no root": (USAGE, MISMATCH, "root_rank 5000: expected 0 to"),
     "no root at all": (USAGE, USAGE, "root_rank -1: expected 0 to"),

@@ -587,6 +587,39 @@ def test_what_was_pushed_is_not_thrown_away() -> None:
         assert "expected step() next, got zero_grad()" in found["a pass"].text
 
 
+def train_gan() -> tuple[dict[str, Any], list[Tensor]]:
+    """What the loss of the generator leaves in the critic is thrown away in each step."""
+    torch.manual_seed(0)
+    generator, critic = torch.nn.Embedding(9, 32, sparse=True), torch.nn.Linear(32, 1)
+    optimizers = [
+        zps.DistributedOptimizer(torch.optim.SGD(each.parameters(), RATE), each.named_parameters())
+        for each in (generator, critic)
+    ]
+    ids = torch.arange(4) + zps.rank()
+    outcomes: dict[str, Any] = {}
+    for way in ("plain", "no_sync"):
+        for _ in range(3):
+            optimizers[1].zero_grad()
+            (critic(generator(ids).detach()) - critic(torch.ones(4, 32))).mean().backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            with optimizers[1].no_sync() if way == "no_sync" else contextlib.nullcontext():
+                critic(generator(ids)).mean().neg().backward()
+            optimizers[0].step()
+            outcomes[way] = attempt(optimizers[1].zero_grad)
+            optimizers[1].zero_grad()
+    return outcomes, [each.detach() for each in (*generator.parameters(), *critic.parameters())]
+
+
+def test_a_gan_runs_the_backward_of_its_generator_inside_no_sync_of_its_critic() -> None:
+    with Cluster(2, settings={"sync.values": "int8"}) as cluster:
+        results = cluster.run(train_gan)
+    for outcomes, weights in results:
+        assert "inside no_sync() of this optimizer" in outcomes["plain"].text
+        assert outcomes["no_sync"] is None
+        assert all(map(torch.equal, weights, results[0][1]))
+
+
 # ── momentum correction ─────────────────────────────────────────────────────────────────────────
 
 

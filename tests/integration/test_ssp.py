@@ -249,6 +249,7 @@ def test_drain_between_backward_and_step_is_refused_and_leaves_the_step_as_it_is
         (found,) = cluster.run(drain_at_the_wrong_point)
     assert [each.kind for each in found] == ["UsageError", "UsageError"]
     assert "expected it after step()" in found[0].text
+    assert "call zero_grad() before" in found[0].text
 
 
 def train_with_leftovers() -> State:
@@ -264,6 +265,29 @@ def train_with_leftovers() -> State:
         loss_of(model, 0, zps.rank(), 1).backward()
     optimizer.drain()
     return state_of(model)
+
+
+def leave_gradients_at_the_end() -> State:
+    """As a GAN's generator leaves gradients in its critic after the last step."""
+    model = make_model()
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 0, zps.rank(), 1).backward()
+    optimizer.zero_grad()
+    optimizer.drain()
+    return state_of(model)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_zero_grad_before_drain_throws_away_what_is_left_and_no_step_before(staleness: int) -> None:
+    with Cluster(2, settings=settings(staleness)) as cluster:
+        results = cluster.run(leave_gradients_at_the_end)
+    for after in results:
+        assert_same(after, train_in_one_process("sgd", staleness, 2)[1])
 
 
 @pytest.mark.parametrize("staleness", [1, 3])

@@ -40,7 +40,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         root_rank: the rank whose values all ranks get.
 
     Raises:
-        TensorError: a value is no strided tensor, or cannot be written.
+        TensorError: a value is no strided tensor, as a module's extra state may be, or cannot be written.
         UsageError: there is no such rank, two tensors have the same name, or tensors have no names.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.

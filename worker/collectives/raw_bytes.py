@@ -41,7 +41,10 @@ def check_strided(tensor: object, name: str) -> None:
         TensorError: it is not a tensor, or has no bytes.
     """
     if not isinstance(tensor, Tensor):
-        raise TensorError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        raise TensorError(
+            f"{name}: expected a tensor, got {type(tensor).__name__}; leave it out, or send plain data by "
+            "broadcast_object() or allgather_object()"
+        )
     try:
         check_plain(tensor)
     except TensorError as error:

@@ -132,9 +132,9 @@ class GradientPushes:
         if owner in self.averages.partial:
             name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
             raise UsageError(
-                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; set "
-                "backward_passes_per_step, or run all but the last backward inside no_sync(); zero_grad() "
-                "ends this step"
+                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; run each "
+                "backward that step() does not follow inside no_sync() of this optimizer, or set "
+                "backward_passes_per_step; zero_grad() ends this step"
             )
 
     def push_sparse(self, parameter: Parameter) -> None:

@@ -191,7 +191,8 @@ class GradientSynchronizer(Consistency):
             return False
         if self.has_run_backward or self.is_synchronized:
             raise UsageError(
-                "drain(), which state_dict() calls: expected it after step(), not between backward and step()"
+                "drain(), which state_dict() calls: expected it after step(), not between backward and step. "
+                "To throw away what backward has left, as a GAN's does in its critic, call zero_grad() before"
             )
         later = self._steps.later
         try:
