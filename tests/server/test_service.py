@@ -66,7 +66,7 @@ def test_a_round_that_fails_counts_once_however_often_it_is_pushed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = CollectorRegistry()
-    with started(monkeypatch, registry) as (service, _), caplog.at_level("WARNING", "zenps.server"):
+    with caplog.at_level("WARNING", "zenps.server"), started(monkeypatch, registry) as (service, _):
         service._rounds.on_departed(0, "worker 0 was dropped", 0.0)
         for _ in range(3):
             service._dispatcher.execute(service._rounds.on_push(make_held(1, KEY), 0.0))
