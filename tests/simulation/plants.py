@@ -118,8 +118,8 @@ class OverwritesWhatHasEnded(WorkerRounds):
 class NeverRepeats(WorkerRounds):
     """Relies on every message to arrive."""
 
-    def on_tick(self, now: float) -> list[Action]:
-        return [action for action in super().on_tick(now) if not isinstance(action, SendPush)]
+    def on_tick(self, now: float, behind: Set[int] = frozenset()) -> list[Action]:
+        return [action for action in super().on_tick(now, behind) if not isinstance(action, SendPush)]
 
 
 class GoesOnWithOthers(WorkerRounds):
