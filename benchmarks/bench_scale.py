@@ -227,13 +227,13 @@ python benchmarks/bench_scale.py --json benchmarks/results/scale.json --docs doc
 """
 
 GROWTH = """
-The scheduler's work for one message is the same in a job of any size, so what it does in a lease grows
-with the number of nodes n. Only a barrier's messages look at all arrivals before them. A change of
+The scheduler's work for one message is the same in a job of any size, so its work in a lease grows
+with the number of nodes n. Only a barrier's messages look at all earlier arrivals. A change of
 members sends the view, which names all nodes, to each of them. The view is encoded once for servers and
 once for workers: encoding grows with n, and the bytes on the network with n².
 
 A server's work for one push, and for one answer, does not depend on the number of workers. A round has
-a push of each, so a round's work grows with their number, and so do its bytes. A look for messages
+a push of each worker, so its work and its bytes grow with the number of workers. A look for messages
 without end asks the kernel about each connection, ten times a second; where that would take more than
 {share:.0%} of the server's thread, looks come less often.
 """
@@ -244,7 +244,7 @@ NEEDS = """
 *Scheduler, busy*: the share of its one thread that heartbeats and ticks take, with the default lease of
 {lease:g} s. *A change on 10 Gbit/s*: how long the scheduler's link is busy with the views. Workers go
 on meanwhile, and a server's death is noticed by its lease, which takes longer. *Descriptors*: each
-connection takes one; `ulimit -n` has to be above it, with some hundred for everything else. *Server,
+connection takes one; `ulimit -n` must be some hundred above this number, for everything else. *Server,
 one small tensor*: its thread's time for the messages of a round of all workers, without sockets and
 sums. A step of t tensors takes a server at least t times that, divided by the number of servers if
 tensors are small.

@@ -17,8 +17,8 @@ loopback, where the network is not the bottleneck, are in [performance](performa
 
 ## How it is measured
 
-**Hosts** are network namespaces of one machine, joined by a bridge. Each has a link of its own, shaped in
-both directions by a token bucket, a worker, and a server. One cluster measures one scheme; a block has all
+**Hosts** are network namespaces of one machine, joined by a bridge. Each has a worker, a server, and a link
+of its own, which a token bucket shapes in both directions. One cluster measures one scheme; a block has all
 clusters of one number of hosts and one speed.
 
 **A step** synchronises one tensor, and is timed from a barrier to the end of the slowest rank. Each step has
@@ -26,15 +26,15 @@ a new gradient, made beforehand, with duplicates as autograd makes them, so that
 untimed steps come first; if the second takes more than 4 s, it is the only measurement, marked by ¹. The
 first step's sum must be that of all gradients, and the same on all ranks. `gloo dense` is
 `torch.distributed.all_reduce` of a dense gradient; making it dense is not timed. `zenps-bfloat16` is `zenps`
-with `sync.values = "bfloat16"` and error feedback; [schemes](schemes.md#quantized-values) has its effect on
-training.
+with `sync.values = "bfloat16"` and error feedback; [schemes](schemes.md#quantized-values) shows its effect
+on training.
 
 ² marks measurements during which a hypervisor gave more than a tenth of the wanted processor time to others.
 `make bench-net RESUME=1` repeats them.
 
 **Bytes** are those that the token buckets count during the timed steps, with the headers of all packets and
 acknowledgements. The busiest link is the greatest of all hosts and both directions. The formulas are those of
-[planning](planning.md#formulas), of payload alone: of 1514 bytes of a full packet, 1448 are payload, 4.6 %
+[planning](planning.md#formulas). They count only payload: 1448 of the 1514 bytes of a full packet, 4.6 %
 less.
 
 **Predicted** times are those of `zenps plan` and of `auto`: bytes by the formula, over the bandwidth.
@@ -53,7 +53,7 @@ python benchmarks/testbed.py --hosts 4 --mbit 200 -- python train.py    # your o
 ## What is synchronised
 
 Gradients like those of Zen's models (OSDI '25, §2.2 and §4.1), with fewer rows and columns. The hottest rows
-come first, as in a vocabulary sorted by frequency. Published for all models: more than 60 % of the non-zeros
+come first, as in a vocabulary sorted by frequency. In all published models more than 60 % of the non-zeros
 are in the first of 8 ranges, which is a skew above 4.8. The overlap of workers' rows is published for DeepFM;
 for LSTM and NMT it is chosen so that the papers' formulas give the published speed-ups.
 
@@ -66,13 +66,13 @@ LIMITS = """\
 
 - All hosts share the cores of one machine. In short steps the cores are the bottleneck, not the link: see the
   tables of p50 over busiest link ÷ bandwidth, and compare schemes by bytes there.
-- With 2 hosts a direct exchange sends the fewest bytes where rows are wide: no row goes to an owner first.
-  Of single elements (`opt`) `zenps` sends fewer, for its codecs take less than the 4 bytes of an index. From
-  4 or 8 hosts on, depending on the overlap of workers, owners win. `zen` sends an index with every element,
-  and sorts all elements; `zenps` does so by row.
+- With 2 hosts a direct exchange sends the fewest bytes if rows are wide: no row goes to an owner first.
+  With single elements (`opt`) `zenps` sends fewer, because its codecs take less than the 4 bytes of an index.
+  From 4 or 8 hosts on, depending on the overlap of workers, owners win. `zen` sends an index with every
+  element, and sorts all elements; `zenps` sends an index with every row, and sorts rows.
 - Links have no delay except that of their queues. This favours schemes with many rounds.
-- A queue drops packets of at most four segments. As Linux joins them, up to 64 KiB, one lost packet was all
-  that a flow had in flight, and 16 hosts waited 0.3 s for its timeout in every other step.
+- A queue drops packets of at most four segments. Linux itself joins packets up to 64 KiB. Then one lost
+  packet was all that a flow had in flight, and 16 hosts waited 0.3 s for its timeout in every other step.
 - One tensor at a time: the overlap of tensors with one another and with backward in a training step is not
   measured.
 """
