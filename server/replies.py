@@ -95,7 +95,7 @@ class ReplySender:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                # The worker's connection is gone. Whether the worker is gone, its lease decides.
+                # The worker's connection is gone. Its lease decides whether the worker is also gone.
                 logger.debug("peer %s is not connected", peer.hex())
                 continue
             if shared is not None:

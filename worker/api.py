@@ -61,8 +61,8 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
 def shutdown() -> None:
     """Leaves the cluster. Rounds in flight fail. A second call does nothing.
 
-    Waits up to two seconds for the other workers to call this: until then, the loss of a server could make
-    this worker's last gradients needed again. A worker that exits without calling this leaves without that
+    Waits up to two seconds for the other workers to call this: until then, others could need this worker's
+    last gradients again if a server is lost. A worker that exits without calling this leaves without that
     wait. With ``sync.consistency = ssp`` all optimizers are drained before, unless an exception is handled;
     errors of that are raised once this worker has left.
 
@@ -146,7 +146,7 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
             or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. One on
             the CPU may be changed once this returns, one on a CUDA device once its result is there. A
-            parameter is taken as its values; a tensor that autograd follows has to be detached.
+            parameter is taken as its values; a tensor that autograd follows must be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider. Averages of integers and
             bool are float64: they are divided truly, as by ``/``, never rounded.

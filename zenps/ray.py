@@ -30,7 +30,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         with Cluster(workers=2, servers=2) as cluster:
             TorchTrainer(cluster.wrap(train), scaling_config=ScalingConfig(num_workers=2)).fit()
 
-    A worker that fails ends the job, so that Ray Train must not start it again in the same block.
+    A worker that fails ends the job, so Ray Train must not start it again in the same block.
 
     Args:
         workers: those of Ray Train.

@@ -108,7 +108,7 @@ def divide_and_quantize(sums: Flat, divisor: int, push: Push, pool: BufferPool) 
 
 
 def divisor_of(payloads: Sequence[Payload]) -> int:
-    """What sums are divided by: 1, or for an average the number of ranks whose values are in them."""
+    """The divisor of sums: 1, or for an average the number of ranks whose values are in them."""
     if not payloads[0].push.average:
         return 1
     return sum([len(payload.push.ranks) for payload in payloads if not payload.push.fragment])

@@ -25,7 +25,7 @@ from zenps.errors import ProtocolError
 from .history import History
 from .states import HeldPush, Key, RefusedPush, ServerRound
 
-# What a round costs beside its tensors; it bounds how many empty ones a budget allows.
+# What a round costs besides its tensors; it bounds the number of empty rounds within a budget.
 ROUND_BYTES = 1024
 
 # The byte budget and the allowance of recovery rounds together, in budgets.
@@ -77,12 +77,13 @@ class Admission:
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
     def make_room(self, push_bytes: int, ranks: int, *, must: bool) -> bool:
-        """True if a round may open. Forgets old outcomes if it fits then, and none if it does not fit anyway.
+        """True if a round may open. Forgets old outcomes if the round then fits, and none if it does not fit
+        anyway.
 
         Args:
             push_bytes: the size of one push.
             ranks: how many ranks will push as much.
-            must: the round has to open whether it fits or not, unless rounds are held back.
+            must: the round opens whether it fits or not, unless rounds are held back.
         """
         if self.is_held_back:
             return False
@@ -112,8 +113,8 @@ class Admission:
     def why_too_large(self, held: HeldPush, ranks: int) -> str:
         """Returns why a push in fragments is refused; empty if such pushes of all ``ranks`` fit.
 
-        They have to fit into budget and allowance, because a round opens whatever its size if no other is
-        open. Pushes in single messages always fit.
+        They must fit into budget and allowance, because a round opens whatever its size if no other is open.
+        Pushes in single messages always fit.
         """
         max_bytes = WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= max_bytes:
@@ -174,9 +175,8 @@ class Admission:
 
     def refused_by(self, ranks: Set[int]) -> ServerRound | None:
         """The first round whose pushes for all ``ranks`` were refused, unless the budget is exceeded already.
-
-        It opens though it does not fit if all open rounds wait for pushes. Otherwise ranks that push in
-        different orders would wait for each other.
+        If all open rounds wait for pushes, this one opens although it does not fit. Otherwise ranks that push
+        in different orders would wait for each other.
         """
         if not self.make_room(0, 0, must=False):
             return None
@@ -197,7 +197,7 @@ class Admission:
         return self._withdraw(round_)
 
     def refuse(self, round_: ServerRound, held: HeldPush) -> None:
-        """Notes that a push was refused: its rank has to push again when there is room.
+        """Notes that a push was refused: its rank must push again when there is room.
 
         Raises:
             ProtocolError: the rank has too many refused rounds already.
@@ -230,5 +230,5 @@ class Admission:
 
 
 def _estimate_bytes(push_bytes: int, ranks: int) -> int:
-    """What a round takes if every rank pushes as much."""
+    """The memory of a round if every rank pushes as much."""
     return ROUND_BYTES + push_bytes * ranks

@@ -31,7 +31,7 @@ class ServerBackend(Backend):
     A tensor on a GPU is pushed by a later call into this worker, when the GPU has prepared it.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         scheme: of tensors that go over servers.
         sharder: distributes tensors over servers.
         steps: step counters of all tensors.

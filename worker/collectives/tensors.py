@@ -69,8 +69,8 @@ def allgather_object(value: Any, name: str = "object") -> list[Any]:
         name: the same on all ranks, and in flight once at a time.
 
     Raises:
-        UsageError: the value of a rank is no plain data, or takes more than 2 GiB: all ranks raise this. Or
-            ``name`` is in flight or no name.
+        UsageError: the value of a rank is not plain data, or takes more than 2 GiB: all ranks raise this. Or
+            ``name`` is in flight, or not a name.
         ProtocolError: the received bytes are no packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
@@ -162,9 +162,9 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
 
     Raises:
         TensorError: the tensor cannot be reduced.
-        UsageError: there is no such ``op``, or ``name`` is in flight or no name.
+        UsageError: there is no such ``op``, or ``name`` is in flight, or not a name.
         MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them names
-            none that exists or cannot reduce its tensor.
+            an unknown operation or cannot reduce its tensor.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     if op not in ("average", "sum", *_COMBINED):

@@ -184,7 +184,7 @@ class Pending:
     # ── for whoever begins the round ────────────────────────────────────────────────────────────
 
     def convert_result(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Has :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
+        """Makes :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
         self._conversions = (*self._conversions, convert)
 
     # ── for the thread that polls or reduces ────────────────────────────────────────────────────
@@ -232,7 +232,7 @@ class Pending:
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
-        """Restarts a round, which is in flight, as ``encoded``, because the ring has changed."""
+        """Restarts a round in flight as ``encoded``, because the ring has changed."""
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
             return

@@ -93,9 +93,9 @@ class Feedback:
 class Residuals:
     """The residuals of an optimizer's tensors. They live as long as the optimizer, which keeps this object.
 
-    Thread-safe: only one round of a tensor is in flight, and uses its residual. A residual is as large as the
-    tensor, in float32. To keep only rows that were pushed before would soon save little memory, and cost a
-    search in each step.
+    Thread-safe: a tensor has at most one round in flight, and only that round uses its residual. A residual
+    is as large as the tensor, in float32. Keeping only rows that were pushed before would soon save little
+    memory, and cost a search in each step.
     """
 
     def __init__(self) -> None:

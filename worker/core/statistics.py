@@ -113,7 +113,7 @@ class Statistics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._totals = Stats()
-        """What no metric has."""
+        """The totals that no metric has."""
         self._consistency: Load = {}
         """Counters of ``sync.consistency``; replaced, never changed."""
         self._lock = threading.Lock()

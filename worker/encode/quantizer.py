@@ -116,7 +116,7 @@ class Unchanged(ValueCoder):
 
 
 UNCHANGED: Final = {dtype: Unchanged(dtype) for dtype in DTYPES.values()}
-"""By dtype; tensors share them, for they have no state."""
+"""By dtype; tensors share them, because they have no state."""
 
 
 class Quantizer(ValueCoder):

@@ -125,8 +125,8 @@ class _Ring:
                 f"need {layout.granule * row_bytes} bytes; expected at most {max_bytes}, half of "
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
-        # Cut by the rows that are expected, not by those that the table has: a push into a large table costs
-        # as much as into a small one. A chunk with more rows than a message takes travels in fragments.
+        # Chunks are cut by the number of expected rows, not of the table's rows: so a push into a large table
+        # costs as much as into a small one. A chunk with more rows than a message takes travels in fragments.
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // max_bytes))

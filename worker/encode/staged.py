@@ -1,6 +1,6 @@
 """Staging: tensors on a GPU are prepared there, and copied through pinned memory.
 
-What such a transfer pushes is known only once the device has finished, and the host must not wait for that.
+The contents of its pushes are known only once the device has finished, and the host must not wait for that.
 So its preparation is an iterator of events, and continues when an event has happened.
 """
 
@@ -67,7 +67,7 @@ class Staged(Transfer):
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
-        """Prepares the first push; yields each event that the device has to reach before it continues."""
+        """Prepares the first push; yields each event that the device must reach before it continues."""
 
 
 class StagedStrided(Staged):

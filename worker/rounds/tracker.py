@@ -1,10 +1,11 @@
 """State machine of a worker's rounds: tracks rounds in flight and how each ends. No socket, no clock.
 
 A round is *pushed* until all its chunks are answered, one fails, or its deadline expires. Then it is *kept*:
-a server may die with the only answer that another rank needs, and then all ranks have to push again. It is
+a server may die with the only answer that another rank needs, and then all ranks must push again. It is
 *settled*, and forgotten, once it is certain that all ranks have ended it:
 
-- an answer to the tensor's next step came: every rank had to push for it, and so to end this one first; or
+- an answer to the tensor's next step came: every rank had to push for it, and before that had to end this
+round; or
 - three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
   worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
   A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;

@@ -1,7 +1,7 @@
 """Selection of the elements of a gradient and its residual, by a sparsifier.
 
-What is not selected stays in this rank's residual and is added to its next gradient (error feedback; Stich et
-al., https://arxiv.org/abs/1809.07599).
+Elements that are not selected stay in this rank's residual, which is added to its next gradient (error
+feedback; Stich et al., https://arxiv.org/abs/1809.07599).
 """
 
 from __future__ import annotations
@@ -137,9 +137,8 @@ class Gradient:
 
 
 class Withheld(Gradient):
-    """A gradient that is thrown away, on the CPU: it takes part in the exchange, as other ranks wait for it.
-
-    Nothing of it or of the residual is pushed, and residual and sparsifier stay as they are.
+    """A gradient that is thrown away, on the CPU: it takes part in the exchange, because other ranks wait for
+    it. Nothing of the gradient or the residual is pushed, and residual and sparsifier stay as they are.
     """
 
     is_withheld: ClassVar[bool] = True

@@ -56,8 +56,8 @@ class CommHookState:
 
     A process may wrap several models. All ranks must construct their states in the same order. A copy, as
     frameworks make it of their arguments, is a new state for another model. So is a state that was pickled
-    with its model and loaded. It lacks the group, as a loaded DDP lacks its own, and DDP has to be given its
-    hook again.
+    with its model and loaded. It lacks the group, as a loaded DDP lacks its own, and the hook must be
+    registered with DDP again.
     """
 
     dense_group: dist.ProcessGroup | None = None
@@ -158,7 +158,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         return averaged
     check_applied_at_once("the DDP hook")
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
-    # DDP may never use the first layout again, so that its residuals would be lost.
+    # DDP may never use the first layout again: its residuals would be lost.
     is_repeated = name in state._pushed
     state._pushed.add(name)
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
@@ -230,7 +230,7 @@ def _is_hook_of_parameter() -> bool:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Queues a call on the thread of backward; backward raises what it raises.
+    """Queues a call on the thread of backward, which raises the call's exceptions.
 
     DDP waits in C++, where the type of an exception is lost, and Ctrl-C is not noticed.
     """

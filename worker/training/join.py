@@ -3,7 +3,8 @@
 Like ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
 small round which optimizer steps, or that their input has ended. A rank whose input has ended takes part in
 the same step without gradients. In the end it gets the parameters and the optimizer's state of a rank that
-has taken all steps, for those may have clipped gradients, left out steps or changed the learning rate.
+has taken all steps, because those ranks may have clipped gradients, left out steps or changed the learning
+rate.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
     ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
     applied are dropped, but for those that backward has pushed already: they are part of the others' next
-    step. Each step costs one small round more. If the block is left by an exception, this returns at once.
+    step. Each step costs one more small round. If the block is left by an exception, this returns at once.
 
-    Only steps may be waited for in the block: other calls of ZenPS, such as :func:`zenps.allreduce`, and the
-    unfreezing of parameters would wait for ranks that have left it.
+    In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as
+    :func:`zenps.allreduce`, and the unfreezing of parameters would wait for ranks that have left it.
 
     Args:
         optimizers: all that step in the block, in the same order on all ranks.
@@ -74,7 +75,7 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
 
 
 class _Step(NamedTuple):
-    """What those ranks do next whose input has not ended."""
+    """What the ranks whose input has not ended do next."""
 
     optimizer: DistributedOptimizer
     is_dropped: bool

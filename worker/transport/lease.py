@@ -125,7 +125,7 @@ class Lease:
         self._barrier_call: Future[None] | None = None
         self._admission_call: Future[None] | None = None
         self._arrived = 0.0
-        """When a caller came to the last barrier, or admission."""
+        """The time at which a caller came to the last barrier, or admission."""
         self._events = EventThread(channel, self._cluster.lease_seconds / BEATS_PER_LEASE)
         self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
         self._thread.start()
@@ -182,7 +182,7 @@ class Lease:
 
         Args:
             together: first wait up to :data:`TOGETHER_SECONDS` for all workers to call this. If a server dies
-                before it has answered all of them, every worker has to push again.
+                before it has answered all of them, every worker must push again.
         """
         if together and self.failure is None:
             reached: Future[None] = Future()
@@ -241,7 +241,7 @@ class Lease:
             self._link.leave()
             self._fail(LeftError())
         except BaseException as error:
-            # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
+            # Without heartbeats the others will soon regard this worker as lost, so it must also fail.
             self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))
             raise
         finally:

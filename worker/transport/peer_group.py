@@ -100,7 +100,7 @@ class GlooGroup(Group):
         allgather: by which ranks exchange their addresses.
 
     Raises:
-        GroupError: the ranks cannot reach one another, or ``host`` is no address of this machine.
+        GroupError: the ranks cannot reach one another, or ``host`` is not an address of this machine.
     """
 
     def __init__(self, rank: int, size: int, host: str, allgather: Allgather) -> None:

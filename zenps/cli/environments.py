@@ -74,7 +74,7 @@ def environments(
 
 
 def _check_keys(config: Config) -> None:
-    """Loads the keys of all processes: an error here is one line, and not one of each process."""
+    """Loads the keys of all processes, so that an error is reported once, not by each process."""
     security = config.security
     if security.secret and not Path(security.secret).is_dir():
         raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")

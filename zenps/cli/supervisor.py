@@ -25,7 +25,8 @@ from .processes import Guard, Pipe, Process, Program
 from .status import fetch, report_end
 
 GRACE_SECONDS: Final = 4.0
-"""From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
+"""How long processes have from the event that ends the job to SIGKILL. Also how long scheduler and servers
+have to end after the last worker.
 
 So everything has ended within 5 seconds, whatever happens.
 """
@@ -269,7 +270,7 @@ class Supervisor:
         left = [node for node in status.nodes if node.state == "left"] if status is not None else []
         if not left:
             return failed
-        # The last message of a node that left is that it leaves.
+        # The last message of a node that left says that it leaves.
         first = max(left, key=lambda node: node.silent_seconds)
         cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
         while not cause.has_ended() and self._code is None and time.monotonic() < until:
@@ -283,8 +284,8 @@ class Supervisor:
     def _report_end(self, ended: Process) -> Status | None:
         """Reports the end of a server or worker, so that nobody waits for its lease.
 
-        Another process may have its rank, as one has that replaces a server which was stopped. It is not
-        reported. Returns what :meth:`_status` does, afterwards.
+        Its rank may belong to another process by now, such as the replacement of a stopped server: that
+        process is not reported. Then returns the status, as :meth:`_status` does.
         """
         name, _, rank = ended.name.partition(" ")
         role: Role = "server" if name == "server" else "worker"

@@ -25,7 +25,7 @@ DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in ra
 """In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
 
 _VARYING: Final = re.compile(r"( of rank\(s\) .*)?, step \d+$")
-"""What differs from stall to stall in what a worker waits for."""
+"""The part of the description of a stall that differs from stall to stall."""
 
 
 class Tally(Collector):
@@ -157,7 +157,7 @@ class Stalled(Collector):
 class WithoutCreated(Collector):
     """``registry`` without its ``_created`` series: they double the output, and no alert or panel reads them.
 
-    The client's own switch is for the whole process; it would change the training script's metrics, too.
+    The client's own switch is for the whole process: it would also change the training script's metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -1,6 +1,6 @@
 """Traffic model: the bytes of a tensor, the links of a cluster, and the cost of one synchronisation.
 
-:mod:`zenps.schemes.costs` predicts by it. ``Scheme.cost`` explains the letters.
+:mod:`zenps.schemes.costs` predicts by it. The docstring of ``Scheme.cost`` explains the letters.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Links(Struct, frozen=True, kw_only=True):
     def doubling(self, sizes: Sequence[float], variant: str = "") -> Cost:
         """The cost of recursive doubling: pairs of workers exchange their sums, then pairs of pairs.
 
-        If n is no power of two, the workers beyond one send their rows first and receive the sum last.
+        If n is not a power of two, the workers beyond one send their rows first and receive the sum last.
 
         Args:
             sizes: bytes of the sum of 1, 2, 4, … and n workers.
@@ -248,7 +248,8 @@ def index_bytes(span: int) -> int:
 
 
 def _skew_at(density: float, *skews: float | None) -> float:
-    """The first of ``skews`` that is not None, but no range is fuller than full."""
+    """The first of ``skews`` that is not None, but at most the skew at which the fullest range has all of its
+    rows."""
     known = next(skew for skew in skews if skew is not None)
     return min(known, 1 / density) if density else 1.0
 

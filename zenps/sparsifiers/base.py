@@ -1,9 +1,9 @@
 """Sparsifier interface: selects the elements of one dense gradient that a rank pushes in a step.
 
-What is not selected stays in the rank's residual, and is added to its next gradient (error feedback), so a
-sparsifier sees the sum of both. To write your own, subclass :class:`Sparsifier` and name the class in the
-setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an entry point of the group
-``zenps.sparsifier``. ``tests/zenps/sparsifiers/test_conformance.py`` has to pass.
+Elements that are not selected stay in the rank's residual, which is added to its next gradient (error
+feedback). So a sparsifier sees the sum of both. To write your own, subclass :class:`Sparsifier` and name the
+class in the setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an entry point of the
+group ``zenps.sparsifier``. It must pass ``tests/zenps/sparsifiers/test_conformance.py``.
 """
 
 from __future__ import annotations

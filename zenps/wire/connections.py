@@ -41,11 +41,12 @@ BYTES_RECEIVED_OFFSET = 128
 TCP_INFO_BYTES = 136
 
 LOOK_SECONDS: Final = 0.1
-"""How often the owner of a ROUTER looks for endless messages. Until then, what a connection brings may take
-libzmq 20 times as much memory."""
+"""How often the owner of a ROUTER looks for endless messages. Until then, received bytes may take 20 times as
+much memory in libzmq."""
 
 MAX_SHARE: Final = 0.01
-"""The share of the owner's time that looks may take. With 2000 connections and more they come less often."""
+"""The greatest share of the owner's time that looks may take. With 2000 connections and more, looks are less
+frequent."""
 
 MAX_GONE: Final = 8192
 """How many ended connections are kept for :meth:`Connections.gone`, which servers never call."""

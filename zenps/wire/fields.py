@@ -33,7 +33,7 @@ MAX_RESULT_FRAGMENTS = 1 << 12  # half of what a server's send queue takes, beca
 Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 """Which fragment of a chunk a message is, in order of position."""
 Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
-"""In how many messages the rows of a chunk travel from the same sender."""
+"""The number of messages in which a sender's rows of a chunk travel."""
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]

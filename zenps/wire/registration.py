@@ -23,9 +23,10 @@ class Registration:
         self.barriers = self.incarnation = 0
 
     def is_of_another(self, message: FromScheduler) -> bool:
-        """Returns whether a message is of another scheduler than the one that the node follows.
+        """Returns whether a message comes from a scheduler that this node does not follow.
 
-        Two may run, each with a part of the nodes, and a connection may lead to one and then to the other.
+        Two schedulers may run, each with a part of the nodes, and a connection may lead to one and then to
+        the other.
         """
         if isinstance(message, WhoAreYou):  # the node begins to follow its sender
             return False

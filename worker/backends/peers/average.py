@@ -15,7 +15,7 @@ from zenps.kernels.base import ACCUMULATE
 from ...transport.peer_group import Group
 
 Header = tuple[int, int]
-"""What members have to agree about: the number of the step, and a hash of the model's name."""
+"""What members must agree about: the number of the step, and a hash of the model's name."""
 
 
 class Averaged(NamedTuple):

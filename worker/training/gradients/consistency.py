@@ -48,7 +48,8 @@ class Consistency(ABC):
 
     @property
     def has_run_backward(self) -> bool:
-        """Whether backward has run since the last :meth:`synchronize`, as far as it matters."""
+        """Whether backward has run since the last :meth:`synchronize`, as far as this consistency needs to
+        know."""
         return False
 
     @abstractmethod

@@ -70,7 +70,7 @@ class GradientPushes:
         return ended
 
     def await_gradients(self) -> None:
-        """Has each bucket wait for all its gradients, whether the last step has pushed it or not."""
+        """Makes each bucket wait for all its gradients, whether the last step has pushed it or not."""
         for bucket in self._agreement.buckets:
             bucket.waiting_for = set(bucket.parameters)
 

@@ -245,7 +245,7 @@ class GradientSynchronizer(Consistency):
 
     @property
     def _pushes_early(self) -> bool:
-        """False if gradients wait for ``step()``, for too many were thrown away: the same on all ranks."""
+        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
         return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
@@ -265,7 +265,7 @@ class GradientSynchronizer(Consistency):
         self._computed.clear()
 
     def _push_step(self, all_drop: bool = False) -> None:
-        """Pushes what backward has not pushed, and ends the step. :meth:`_take_due` has to follow."""
+        """Pushes what backward has not pushed, and ends the step. Call :meth:`_take_due` next."""
         self._steps.forget_due()
         self._close_step()
         disagreement: ZenPSError | None = None

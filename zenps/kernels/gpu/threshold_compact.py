@@ -48,7 +48,7 @@ def threshold_compact(
         bounds: the first element that is searched, and the one behind the last.
         capacity: the number of elements that the output has room for.
         takes: True to leave 0 in the residual where an element was written.
-        on_added: called once the gradient is added: what fails later must not add it again.
+        on_added: called once the gradient is added: after a later failure the caller must not add it again.
 
     Returns:
         positions, int64 ``[capacity]``: the elements' indices; and their sums ``[capacity, 1]``.

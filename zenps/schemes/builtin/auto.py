@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Auto(Scheme):
     """ZenPS over servers, or AGsparse among workers.
 
-    Both sum in rank order and keep every touched row, so that the result has the same bits whichever scheme
-    a tensor takes. Dense tensors go over servers.
+    Both sum in rank order and keep every touched row, so the result has the same bits whichever scheme a
+    tensor takes. Dense tensors go over servers.
     """
 
     name = "auto"
