@@ -41,7 +41,7 @@ class Masked(NamedTuple):
     positions: Tensor
     """(n, masked), int64: which words of each window are to be filled in."""
     targets: Tensor
-    """(n, masked), int64: what they are."""
+    """(n, masked), int64: the words themselves."""
 
 
 def mask(words: Tensor, vocabulary: int) -> Masked:

@@ -118,7 +118,7 @@ def collate(pairs: list[Numbers]) -> Batch:
 
 
 def write_sample(source: Path, target: Path, sentences: int, words: int, seed: int) -> None:
-    """Writes sentences of a made-up language, and their translation word for word, but for the order.
+    """Writes sentences of a made-up language, and their translation word for word, in another order.
 
     The last word of a source sentence, as a verb may be in German, comes second in the target. Words follow
     Zipf's

@@ -116,8 +116,8 @@ def sparsifier_state_dict() -> dict[str, Any]:
 def load_sparsifier_state_dict(state: Mapping[str, Any]) -> None:
     """Continues from a state that :func:`sparsifier_state_dict` has returned on the same rank.
 
-    Call it before the first step. Each tensor takes its state when it is pushed: a tensor of another size, or
-    one that the state does not have, raises UsageError then.
+    Call it before the first step. Each tensor takes its state when it is pushed: UsageError is raised then
+    for a tensor of another size, or that the state does not have.
 
     Raises:
         UsageError: the state is of another sparsifier, rank or world size.

@@ -70,7 +70,8 @@ class Process:
         :meth:`leave` on the thread that holds it."""
         self._is_joining = self._is_leaving = False
         self._owner = -1
-        """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
+        """The process that joined. A fork, such as a DataLoader's, inherits this state but is not a
+        worker."""
         self._joined_by_parent: World | None = None
         """In a fork: the cluster of its parent, whose threads a fork does not have. The fork keeps it, and so
         closes nothing of it."""
@@ -161,7 +162,7 @@ class Process:
     def leave(self, *, together: bool = False) -> None:
         """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing.
 
-        A signal handler may call this, too. Within :meth:`join` it does nothing; within this method it leaves
+        A signal handler may also call this. Within :meth:`join` it does nothing; within this method it leaves
         at once, without the wait of the interrupted call.
         """
         with self._changing:
@@ -194,7 +195,7 @@ class Process:
             self.leave()
 
     def after_fork(self) -> None:
-        """In a new fork: it is no worker of its parent's cluster."""
+        """Called in a new fork, which is not a worker of its parent's cluster."""
         if self._world is not None and self._world.is_distributed:
             self._joined_by_parent, self._world = self._world, None
         self._changing = threading.RLock()  # another thread of the parent may hold it

@@ -1,9 +1,9 @@
 """Finalizers: callbacks for dropped objects, run later, at a point where their exceptions are not lost.
 
 Python drops an exception that is raised while a finalizer runs ("Exception ignored in …"). A signal handler
-may run there, too, so a Ctrl-C at that moment would be lost. A script may drop a result anywhere. So
-dropping an object runs no Python code here: it only queues the finalizer. Queued finalizers run when memory
-is needed next.
+may also run there, so a Ctrl-C at that moment would be lost. A script may drop a result anywhere. So dropping
+an object runs no Python code here: it only queues the finalizer. Queued finalizers run when memory is needed
+next.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Job:
     # ── elastic jobs ────────────────────────────────────────────────────────────────────────────
 
     def can_shrink(self) -> bool:
-        """True if the present workers continue without one that is gone."""
+        """True if the present workers continue without a worker that is gone."""
         return self.cluster.is_elastic and bool(self.members.present("worker"))
 
     def remove_worker(self, gone: Node, now: float) -> list[Send]:
@@ -319,7 +319,8 @@ class Job:
         return self.ended.issuperset(range(self.cluster.workers))
 
     def end_if_drained(self) -> list[Send]:
-        """Ends the job if the last server is gone, unless workers may join again: then a server may, too."""
+        """Ends the job if the last server is gone, unless workers may join again: then a server may also
+        join."""
         if not self.members.alive() and not self.is_open_again:
             self.advance("servers left")
             self.until = math.inf

@@ -54,7 +54,7 @@ class Membership:
         settings: the scheduler's own :func:`~zenps.config.shared.shared_settings`.
         now: the time of creation; all other times are on the same clock.
         secret: known to the job's schedulers alone, for seals of views; empty without keys.
-        incarnation: a random number by which nodes tell this scheduler from another. If it is 0, they cannot.
+        incarnation: a random number that distinguishes this scheduler from others; if it is 0, nodes cannot.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.

@@ -23,7 +23,7 @@ LOOK_SECONDS: Final = 1.0
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, empty for nothing, and since when."""
+    """A wait of a rank: for what, and since when; empty if the rank does not wait."""
 
     rank: int
     waits_for: str

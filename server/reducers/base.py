@@ -45,7 +45,7 @@ class Answer(Struct, frozen=True):
 
 
 class Outcome(ABC):
-    """What a round ended with. It is kept to answer pushes that are repeated."""
+    """The result of a round that has ended. It is kept to answer repeated pushes."""
 
     __slots__ = ()
 
@@ -124,8 +124,8 @@ class Payload(Struct, frozen=True):
 
     Attributes:
         push: the message.
-        size_bytes: what the payload takes in memory: positions are larger here than on the wire, and a small
-            frame keeps libzmq's whole receive buffer.
+        size_bytes: the memory of the payload: positions are larger here than on the wire, and a small frame
+            keeps libzmq's whole receive buffer alive.
     """
 
     push: Push
@@ -145,7 +145,7 @@ class ResultMemory(Protocol):
 
 
 class Reducer(ABC, Generic[P]):
-    """What a server does with the pushes of one kind.
+    """Reads and reduces the pushes of one kind.
 
     Args:
         kernels: sums rows.

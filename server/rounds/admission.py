@@ -10,8 +10,8 @@ Recovery rounds may use the same amount once more (the *allowance*): when a serv
 flight are pushed again at once, and other rounds wait for them. Beyond the allowance, each rank may still
 have one recovery round open. So the round that a rank waits for first is always open, and all rounds end.
 
-No other round opens while more answers wait for a worker than its send queue may hold: they take memory, too.
-Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
+No other round opens while more answers wait for a worker than its send queue may hold, because answers also
+take memory. Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Admission:
     """Which rounds may open.
 
     Args:
-        budget_bytes: what may be held before new rounds are refused.
+        budget_bytes: the bytes that may be held before new rounds are refused.
         history: forgets outcomes to make room.
 
     Attributes:
-        open_bytes: what is reserved for open rounds.
+        open_bytes: the bytes that are reserved for open rounds.
         is_held_back: True while too many answers wait for a worker.
     """
 
@@ -61,7 +61,7 @@ class Admission:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the budget."""
+        """The bytes that count against the budget."""
         return self.open_bytes + self._history.size_bytes
 
     def clear(self) -> None:

@@ -17,8 +17,8 @@ from zenps.errors import ProtocolError
 
 from .states import Key, ServerRound
 
-# What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
-# forgotten; rounded up.
+# The memory that CPython takes for a tensor besides its name, for each rank that pushes it, and for an
+# outcome that was forgotten; rounded up.
 NAME_BYTES = 512
 RANK_BYTES = 192
 FORGOTTEN_BYTES = 256
@@ -36,8 +36,8 @@ class History:
     """The steps that ranks have pushed, and the last outcome of each tensor and chunk: kept, or forgotten.
 
     Attributes:
-        size_bytes: what all this takes in memory.
-        kept_bytes: what outcomes take of that.
+        size_bytes: the memory of all this.
+        kept_bytes: the part of it that outcomes take.
     """
 
     def __init__(self) -> None:

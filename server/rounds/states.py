@@ -80,7 +80,7 @@ MAX_ASK_SECONDS = 16.0
 
 
 class Key(NamedTuple):
-    """What identifies a round on one server, under one ring."""
+    """The key of a round on one server, under one ring."""
 
     tensor: str
     step: int
@@ -168,7 +168,7 @@ class ServerRound(Struct, eq=False):
     excluded: Set[int] = frozenset()
     """The lost ranks whose values are not in the outcome."""
     size_bytes: int = 0
-    """What counts against the byte budget: what is reserved while the round is open, then its outcome."""
+    """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
     beyond: int | None = None
     """The rank whose only round beyond budget and allowance this is."""

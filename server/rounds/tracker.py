@@ -42,7 +42,7 @@ class ServerRounds:
     """All rounds of one server.
 
     Args:
-        budget_bytes: what may be held before new rounds are refused.
+        budget_bytes: the bytes that may be held before new rounds are refused.
         deadline_seconds: how long an open round waits for its last push; may be infinite.
     """
 
@@ -69,12 +69,12 @@ class ServerRounds:
 
     @property
     def held_bytes(self) -> int:
-        """What rounds take, open or ended."""
+        """The memory of rounds, open or ended."""
         return self._admission.open_bytes + self._history.kept_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the budget."""
+        """The bytes that count against the budget."""
         return self._admission.used_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────

@@ -50,8 +50,8 @@ class ServerBackend(Backend):
         """Begins to reduce a tensor, as :meth:`Backend.begin` says.
 
         Args:
-            counted: what of the round goes into statistics. "rows": another round contains this one, on which
-                all ranks have agreed. If it cannot begin, it fails on all.
+            counted: the part of the round that goes into statistics. "rows": another round contains this one,
+                on which all ranks have agreed. If it cannot begin, it fails on all.
         """
         name = request.name
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it

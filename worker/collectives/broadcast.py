@@ -64,7 +64,7 @@ def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]
     """
     listed: list[Any] = list(items) if isinstance(items, Iterable) else [items]
     for each in listed:
-        # A tensor of two rows can be unpacked, too.
+        # Without this check, a tensor of two rows would be unpacked as a pair.
         if not (isinstance(each, tuple | list) and len(each) == 2):
             raise UsageError(
                 f"{where}: expected pairs of a name and a tensor, such as {such_as}, got "
@@ -151,7 +151,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
 
     Args:
         value: plain data: None, bool, int of 64 bits, float, str, bytes, and lists and dicts of them, whose
-            keys are no tuples. Tuples arrive as lists. Only the root's value is read.
+            keys are not tuples. Tuples arrive as lists. Only the root's value is read.
         root_rank: the rank whose value all ranks get.
         name: distinguishes broadcasts that run at the same time.
 
@@ -229,7 +229,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         MismatchError: ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
-    # On the root, too: an optimizer or its hooks may change a state that they load.
+    # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
 
 

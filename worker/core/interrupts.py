@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class InterruptMask:
     """Holds SIGINT back within ``with`` blocks, which may be nested; :data:`MASK` is the only instance.
 
-    Other threads may use it, too. It does nothing there: Python never interrupts them.
+    Other threads may also use it. It does nothing there: Python never interrupts them.
     """
 
     def __init__(self) -> None:

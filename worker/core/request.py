@@ -31,7 +31,7 @@ _TURN = re.compile(r"^([^/]*)\.\d+/")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Purpose = Literal["gradient", "value", "broadcast", "control"]
-"""What a tensor is used for. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
+"""The use of a tensor. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
 pushed by one rank and pulled by all; *control* tensors are messages of ZenPS between ranks."""
 
 

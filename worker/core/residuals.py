@@ -1,4 +1,4 @@
-"""Residuals of error feedback: what was not pushed of each gradient, until its next push."""
+"""Residuals of error feedback: the part of each gradient that was not pushed, until its next push."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from zenps.wire.fields import Load
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """What this worker has synchronised since :func:`zenps.init`."""
+    """Totals of this worker's rounds since :func:`zenps.init`."""
 
     partition: str = "none"
     """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
@@ -100,7 +100,8 @@ class Report(Struct, frozen=True):
 
 
 Counted = Literal["round", "rows", "nothing"]
-"""What statistics count: everything; only rows, where another round contains this one; or nothing."""
+"""The part of a round that statistics count: everything; only rows, if another round contains this one; or
+nothing."""
 
 
 class Statistics:

@@ -96,7 +96,8 @@ class EncodedTensor(Struct, frozen=True):
     columns: int
     """Elements of a row, or of a block; 1 for a dense tensor."""
     expected_rows: int
-    """Rows that were pulled last time, by which a sparse tensor is divided into chunks; else 0."""
+    """For a sparse tensor, the rows that were pulled last time, which decide how it is divided into chunks;
+    else 0."""
     sharding: Sharding
     chunks: Sequence[EncodedChunk]
     values: ValueForm = "same"

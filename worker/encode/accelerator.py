@@ -43,7 +43,7 @@ class Event(Protocol):
 
 
 class Lane(ABC):
-    """A stream of ZenPS on a device: what is enqueued here runs in order."""
+    """A stream of ZenPS on a device: work that is enqueued here runs in order."""
 
     @abstractmethod
     def current(self) -> contextlib.AbstractContextManager[object]:

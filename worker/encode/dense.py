@@ -95,8 +95,8 @@ class GranuleTransfer(OneRound):
     Args:
         shape, dtype: of the tensor.
         sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
-        values: the encoded granules in order of position, on the CPU, of which frames are slices. None if
-            this rank's values are no part of the sum: it only pulls the result.
+        values: the encoded granules in order of position, on the CPU; frames are slices of this memory. None
+            if this rank's values are not part of the sum: it only pulls the result.
         coder: of the values.
         empty: makes the memory for what is pulled and for the result, on the CPU or a device.
         order: returns :func:`granule_order`, in such memory.

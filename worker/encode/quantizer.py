@@ -35,7 +35,7 @@ class ValueCoder(ABC):
 
     form: ValueForm
     keeps_residual: ClassVar[bool]
-    """True if the coder has to know which rows it encodes, and overwrites them."""
+    """True if the coder must know which rows it encodes, and overwrites them."""
     flags: slice | None = None
     """The elements of a dense gradient that say which of its parts are present; None if it has no parts."""
 

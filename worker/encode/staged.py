@@ -102,8 +102,8 @@ class StagedDense(StagedStrided):
     """A strided tensor on a GPU, whose values the host never copies.
 
     The device encodes the values and brings them into the order of positions. One copy takes them to pinned
-    memory, of which frames are slices. What is pulled goes from the receive buffer to the device, which
-    decodes it and brings it into the tensor's order.
+    memory; frames are slices of that memory. Answers go from the receive buffer to the device, which decodes
+    them and brings them into the tensor's order.
 
     Args:
         tensor: of any shape; it must not change before the round has ended.

@@ -207,7 +207,7 @@ class WorkerRounds:
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         # On a slow link a whole round may take longer than one interval, so each answer restarts it. A result
-        # resets the interval, too: after several doublings a lost push would be repeated too late.
+        # also resets the interval: after several doublings a lost push would be repeated too late.
         if isinstance(message, Result):
             round_.repeat_seconds = REPEAT_SECONDS
         round_.repeat_at = now + round_.repeat_seconds

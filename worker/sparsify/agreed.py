@@ -40,7 +40,7 @@ class Agreed(Transform):
     """Converts one dense gradient to its selected indices; then its values at the union to the sum.
 
     Args:
-        gradient: what is sparsified.
+        gradient: the gradient that is sparsified.
     """
 
     def __init__(self, gradient: Gradient) -> None:
@@ -60,7 +60,7 @@ class Agreed(Transform):
 
     @property
     def dense_bytes(self) -> int:
-        """What pushing and pulling the whole gradient would move."""
+        """The bytes that pushing and pulling the whole gradient would move."""
         return dense_bytes(len(self.gradient.residual), self.gradient.dtype.itemsize)
 
     def apply(self, tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ FEW, PART, SURPLUS = 4096, 16, 2
 
 
 class Found(NamedTuple):
-    """What was selected, on the device.
+    """The selected elements, on the device.
 
     Attributes:
         indices: int64 ``[n]``, ascending.
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeviceGradient(Gradient):
-    """What is sparsified in one step, on a device.
+    """A gradient that is sparsified in one step, on a device.
 
     Every method returns when the device has done its work: then another stream may use the residual.
 

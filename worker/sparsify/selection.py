@@ -24,7 +24,7 @@ from ..core.statistics import Elements, Statistics
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """What is sparsified in one step, on the CPU.
+    """A gradient that is sparsified in one step, on the CPU.
 
     Attributes:
         name: of the tensor.
@@ -34,7 +34,7 @@ class Gradient:
         feedback: of the tensor.
         step: of the tensor.
         statistics: count the elements.
-        on_device: True if gradient and residual are on a device. What is pushed is on the CPU all the same.
+        on_device: True if gradient and residual are on a device. The pushed elements are always on the CPU.
         is_withheld: True for a gradient that is thrown away: nothing is learned from its exchange.
     """
 

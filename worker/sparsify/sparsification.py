@@ -243,7 +243,7 @@ class Sparsified(Transform):
     If values are also quantized, the rounding errors are in the same residual.
 
     Args:
-        gradient: what is sparsified.
+        gradient: the gradient that is sparsified.
     """
 
     def __init__(self, gradient: Gradient) -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from zenps.errors import TensorError, UsageError
 
 _EPSILON = 1e-6
-"""torch.nn.utils.clip_grads_with_norm_ adds it to the norm, too."""
+"""torch.nn.utils.clip_grads_with_norm_ adds the same number to the norm."""
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def check_modules(parameters: Iterable[Parameter]) -> None:
     """Checks the modules that have these parameters.
 
     Raises:
-        UsageError: an embedding has ``max_norm``, or DistributedDataParallel averages the gradients, too.
+        UsageError: an embedding has ``max_norm``, or DistributedDataParallel also averages the gradients.
     """
     own = set(parameters)
     if _hazard_to(own) is None:

@@ -37,7 +37,7 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     still divided by the number of all ranks, as by default under torch's ``Join``. Then it gets the
     parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
     ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
-    applied are dropped, but for those that backward has pushed already: they are part of the others' next
+    applied are dropped, except for those that backward has pushed already: they are part of the others' next
     step. Each step costs one more small round. If the block is left by an exception, this returns at once.
 
     In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as

@@ -30,7 +30,7 @@ class ModelAveraging(Consistency):
     Args:
         optimizer: whose parameters they are.
         parameters: by name.
-        buffers: by name; those of floating-point dtypes are averaged, too.
+        buffers: by name; those of floating-point dtypes are also averaged.
 
     Raises:
         UsageError: two tensors have the same name.

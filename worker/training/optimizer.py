@@ -172,7 +172,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.zero_grad()
 
     def _drain_before_leaving(self) -> None:
-        # What an earlier world has left in flight may have ended on some ranks and failed on others.
+        # Rounds that an earlier world has left in flight may have ended on some ranks and failed on others.
         if self._consistency.is_of_this_world:
             self.drain()
 
@@ -224,7 +224,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: called between backward and ``step()``, and gradients were pushed, quantized or
-                sparsified, by backward or :meth:`synchronize`: what is left of them would be pushed later.
+                sparsified, by backward or :meth:`synchronize`: their residuals would be pushed later.
         """
         self.drop_step()
         self._inner.zero_grad(set_to_none)

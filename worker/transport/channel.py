@@ -233,7 +233,7 @@ class Channel(Waiter):
             self._lose(commands.event_error(error))
 
     def _lose(self, error: ZenPSError) -> None:
-        """Fails all rounds, also one that has ended before its result was delivered."""
+        """Fails all rounds, including one that has ended but whose result was not delivered yet."""
         self._execute(self._rounds.on_lost(error))
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)

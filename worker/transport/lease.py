@@ -89,7 +89,8 @@ class Lease:
     Attributes:
         view: membership and ring.
         joining: how many workers wait to be admitted, by the scheduler's latest message.
-        waits_for: what a caller waits for beside barriers and the channel, and since which monotonic time.
+        waits_for: what a caller waits for other than barriers and the channel, and since which monotonic
+            time.
         failure: the error that has ended this worker's membership; None while it lasts.
         ended: gets ``failure`` as its exception.
     """

@@ -1,6 +1,6 @@
 """BytePS's interface for PyTorch, on ZenPS: ``import zenps.byteps as bps``.
 
-Names, argument orders and defaults are those of BytePS 0.2. What differs: sparse gradients are pushed as they
+Names, argument orders and defaults are those of BytePS 0.2. Differences: sparse gradients are pushed as they
 are; nothing is pickled, so objects are plain data, tuples, sets and tensors; ``broadcast_parameters`` keeps
 all bits of every dtype, where BytePS sums zeros; there is no asynchronous training. docs/migration.md has
 every name.

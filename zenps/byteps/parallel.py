@@ -91,7 +91,7 @@ class DistributedDataParallel(torch.nn.Module):
             self._end()
 
     def _await_end(self, _: Tensor) -> None:
-        """Has the averages awaited at the end of this backward."""
+        """Makes the end of this backward wait for the averages."""
         if self._synchronizes and not self._is_awaited:
             self._is_awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)

@@ -14,7 +14,7 @@ from zenps.errors import ConfigError
 from zenps.keys import load_keys
 
 _TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What workers get of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
+"""Set for workers, of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
 
 
 def environments(

@@ -31,13 +31,13 @@ _MAX_BYTES: Final = 1 << 16
 
 
 class LocalCluster(msgspec.Struct, frozen=True):
-    """What a scheduler says of its cluster. Nothing in it is secret.
+    """A scheduler's description of its cluster. Nothing in it is secret.
 
     Attributes:
         address: ``host:port`` of the scheduler.
         job: ``cluster.job``.
         workers, servers: how many the cluster was started for.
-        folder: the working directory of the scheduler, by which a user recognises the cluster.
+        folder: the working directory of the scheduler, which helps the user to recognise the cluster.
     """
 
     address: str

@@ -32,7 +32,7 @@ So everything has ended within 5 seconds, whatever happens.
 """
 
 STATUS_SECONDS: Final = 1.0
-"""How long the scheduler has to answer a question for the status."""
+"""How long the scheduler may take to answer a request for the status."""
 
 MAX_SCHEDULER_DEATHS: Final = 3
 """A scheduler that is killed more often than this is not restarted."""
@@ -57,7 +57,7 @@ class Supervisor:
         self._guard = Guard()
         self._processes: list[Process] = []
         self._address = b""
-        """What the scheduler has written of its address, which ends with a line end."""
+        """The part of its address that the scheduler has written; a complete one ends with a line end."""
         self._code: int | None = None
         """The exit code of the job, once it is decided."""
         self._scheduler_deaths = 0
@@ -154,8 +154,7 @@ class Supervisor:
         if self._output.failure is not None and self._code is None:
             is_unread = isinstance(self._output.failure, BrokenPipeError)
             self._end(SIGNALLED + signal.SIGPIPE if is_unread else FAILED)
-        # Look at all processes again after each end: what is read while one end is handled may be the only
-        # notice of another.
+        # Look at all processes again after each end: handling one end may consume the only notice of another.
         while self._reap():
             pass
         if time.monotonic() >= self._grace_ends:
@@ -209,7 +208,7 @@ class Supervisor:
             self._end(cause.exit_code or FAILED, began)
 
     def _on_last_worker(self) -> None:
-        """The last worker has ended, and well: the scheduler and the servers end, too.
+        """The last worker has ended without a failure: the scheduler and the servers also end.
 
         The scheduler has seen them leave, and waits in case they join again, unless they never joined.
         """
@@ -313,7 +312,7 @@ class Supervisor:
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
 
     def _end(self, code: int, began: float | None = None) -> None:
-        """Ends the job with ``code``, unless its code is decided. Signal handlers call this, too."""
+        """Ends the job with ``code``, unless its code is decided. Signal handlers also call this."""
         if self._code is None:
             self._code = code
         self._send_next_signal(began)

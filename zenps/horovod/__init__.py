@@ -1,6 +1,6 @@
 """Horovod's interface for PyTorch, on ZenPS: ``import zenps.horovod as hvd``.
 
-Names, argument orders and defaults are those of Horovod 0.28. What differs:
+Names, argument orders and defaults are those of Horovod 0.28. Differences:
 
 - Nothing is pickled: objects are plain data, tuples, sets and tensors.
 - Each call has a second, small round, which tells it to ranks that have called ``join()``. While a rank

@@ -11,7 +11,7 @@ from zenps.errors import UsageError, ZenPSError
 from .turns import TURNS
 
 HorovodInternalError = ZenPSError
-"""What to catch where Horovod raises its own."""
+"""The exception to catch in place of Horovod's own."""
 
 _local_ranks: list[int] = []
 """Of all ranks, since :func:`init`."""

@@ -122,7 +122,7 @@ class Turns:
         """Waits until all ranks have made this call, and runs its work.
 
         Raises:
-            UsageError: a rank has joined, and the call is no allreduce or step.
+            UsageError: a rank has joined, and the call is neither an allreduce nor a step.
             MismatchError: a rank has joined, and the others make different calls.
         """
         while not call.is_settled:

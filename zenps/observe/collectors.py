@@ -35,7 +35,7 @@ class Tally(Collector):
     neither: the caller holds a lock, or only one thread adds.
 
     Attributes:
-        total: what was counted; add to it.
+        total: the count so far; add to it.
     """
 
     def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:

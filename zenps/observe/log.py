@@ -45,7 +45,7 @@ here: Final = Here()
 def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> logging.Logger:
     """Sends the logger ``zenps`` to stderr as ``config`` says, and returns it.
 
-    From now on an exception that ends a thread of ZenPS is logged, too. If SIGHUP is ignored, the first line
+    From now on an exception that ends a thread of ZenPS is also logged. If SIGHUP is ignored, the first line
     says what ends this process instead.
 
     Args:

@@ -126,8 +126,9 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_rows_total",
             "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
             "pulled as the union of all ranks, and rows of the whole tensor. Schemes that send elements "
-            "count those that are left of the sums; schemes that send dense tensors count none, nor do ranks "
-            "whose host reduces first, but for its leader, which pushes the host's rows.",
+            "count elements instead, of the rows after duplicates were summed. Schemes that send dense "
+            "tensors count none. With hierarchical reduction the leader of a host counts the host's rows, and "
+            "the other ranks count none.",
             stage=("given", "pushed", "pulled", "whole"),
         )
         self.elements = self._counter(

@@ -82,7 +82,7 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         ConfigError: a file cannot be read or written, or is not a part; or ``path`` is one.
     """
     if path.resolve() in {part.resolve() for part in parts} or _is_part(path):
-        raise ConfigError("OUT", str(path), "the file to write, which is no part")
+        raise ConfigError("OUT", str(path), "the file to write, which is not a part")
     known = [part for part in map(_look, parts) if part is not None]
     if not known:
         raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")

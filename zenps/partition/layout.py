@@ -66,7 +66,7 @@ class Layout:
         keeps_order: True if every row is its own position, so that nothing needs to be moved.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
-        table_bytes: what the tables take, built or not; 0 where positions are computed.
+        table_bytes: the size of the tables, built or not; 0 where positions are computed.
 
     Raises:
         ConfigError: an argument is not as described.

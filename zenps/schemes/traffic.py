@@ -37,7 +37,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         block_skew, union_block_skew: the skew of these; None: as of rows. Where rows lie close together, more
             of them share a block.
         is_sparse: if False, the tensor travels whole under every scheme. The blocks of zeros that omnireduce
-            leaves out are counted, too.
+            leaves out are also counted.
     """
 
     rows: int
@@ -191,7 +191,7 @@ class Links(Struct, frozen=True, kw_only=True):
         )
 
     def served(self, push: float, pull: float, push_skew: float, pull_skew: float, *, streams: bool) -> Cost:
-        """The cost over servers, of which the fullest has more than its even share.
+        """The cost over servers, if the fullest server has more than its even share.
 
         On hosts of their own, k servers receive n·push ÷ k each, and send n·pull ÷ k. On a worker's host,
         each direction of the link carries both pushes and pulls.
@@ -255,7 +255,7 @@ def _skew_at(density: float, *skews: float | None) -> float:
 
 
 def _entropy_bytes(rows: int, span: int) -> float:
-    """The entropy of which ``rows`` of ``span`` are present, if all choices are equally likely."""
+    """The entropy of a set of ``rows`` positions out of ``span``, if all sets are equally likely."""
     present = rows / span
     if present in (0.0, 1.0):
         return 0.0

@@ -37,7 +37,7 @@ class Momentum(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a sparsifier is constructed for.
+    """The tensor and the job that a sparsifier is constructed for.
 
     Attributes:
         name: of the tensor; equal on all ranks.
@@ -222,7 +222,8 @@ class Sparsifier(ABC):
         It is called after :meth:`learn`, and only if the exchange is *agreed*.
 
         Args:
-            values: what stays of the gradient and the residual, as for :meth:`select`.
+            values: the gradient plus the residual without the pushed elements, in the form of
+                :meth:`select`'s.
         """
         return None
 

@@ -150,7 +150,7 @@ class Connections:
         self.monitor.close()
 
     def cut(self, descriptor: int) -> str:
-        """Cuts the connection with this descriptor: what waits to be sent to it is dropped.
+        """Cuts the connection with this descriptor, and drops the messages that wait to be sent on it.
 
         Returns:
             the ``host:port`` of its peer; empty if it was gone already.
@@ -191,7 +191,7 @@ class Connections:
         if sys.platform == "linux":
             with _borrowed(descriptor) as borrowed:
                 if borrowed is not None:
-                    # The bytes that it has brought so far count, too.
+                    # The bytes that it has brought so far also count.
                     self._known[descriptor] = _Connection(borrowed.remote, 0)
 
 
@@ -213,7 +213,7 @@ def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borro
 
 
 def _bytes_received(descriptor: int) -> int:
-    """What the kernel has received on a connection; 0 if the descriptor is closed.
+    """The bytes that the kernel has received on a connection; 0 if the descriptor is closed.
 
     A call by ctypes takes half a microsecond; with a :class:`socket.socket` made for it, ten times as long.
     """

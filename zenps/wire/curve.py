@@ -2,7 +2,7 @@
 
 With CURVE, libzmq asks a handler in the same context about each peer that has proved to own some key (ZAP,
 https://rfc.zeromq.org/spec/27/). Here the thread that owns the ROUTER answers: a thread of its own, as in
-pyzmq's ``ThreadAuthenticator``, would have to be told of every change of the keys.
+pyzmq's ``ThreadAuthenticator``, would need notice of every change of the keys.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def warn_if_open(keys: Keys | None, address: str) -> None:
     """Warns if there are no keys and other machines may reach ``address``, ``host:port``."""
     if keys is None and not is_loopback(parse_address(address)[0]):
         _logger.warning(
-            "%s is no loopback address, and there are no keys: whoever reaches it can read, change and join "
-            "this job. zenps keygen makes keys; security.keys and security.secret use them",
+            "%s is not a loopback address, and there are no keys: whoever reaches it can read, change and "
+            "join this job. zenps keygen makes keys; security.keys and security.secret use them",
             address,
         )
 

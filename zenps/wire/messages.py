@@ -102,7 +102,7 @@ class Hello(Struct, frozen=True, array_like=True):
 
 
 class ChunkReply(Struct, frozen=True, array_like=True):
-    """The base of all answers of a server: which chunk of which round it means."""
+    """The base of all answers of a server: it identifies the chunk and the round."""
 
     ring_epoch: Count
     tensor: Name

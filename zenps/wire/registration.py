@@ -8,7 +8,7 @@ from .scheduler_messages import FromScheduler, Register, View, WhoAreYou
 
 
 class Registration:
-    """A node's registration, with what a restarted scheduler has to learn from it. Has no socket.
+    """A node's registration, with all that a restarted scheduler must learn from it. It has no socket.
 
     Attributes:
         view: the newest view that the node has; None before the first.

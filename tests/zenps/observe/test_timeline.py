@@ -226,7 +226,8 @@ def test_a_part_is_not_overwritten(
     before = {path: path.read_bytes() for path in two_parts}
     out, *parts = map(str, [two_parts[0], *two_parts[others]])
     assert main(["trace", out, *parts]) == 2
-    assert capsys.readouterr().err == f"zenps: OUT = {out!r}: expected the file to write, which is no part\n"
+    expected = "the file to write, which is not a part"
+    assert capsys.readouterr().err == f"zenps: OUT = {out!r}: expected {expected}\n"
     assert {path: path.read_bytes() for path in two_parts[0].parent.iterdir()} == before
 
 

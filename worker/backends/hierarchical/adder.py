@@ -48,7 +48,7 @@ class Adder:
 
         Args:
             contributions: in rank order; their rows are sorted.
-            divisor: what the sum is divided by.
+            divisor: the sum is divided by it.
 
         Raises:
             LeftError: the interpreter is shutting down and starts no threads.

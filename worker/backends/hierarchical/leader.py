@@ -47,7 +47,7 @@ class Leader(HostRounds):
     """The rounds of a leader.
 
     Args:
-        host: what this rank needs to reduce on its host.
+        host: the resources with which this rank reduces on its host.
         links: to the followers, in rank order.
     """
 

@@ -36,7 +36,7 @@ from .transfer import Form, HostRound, HostTransfer, contribution_of
 
 
 class HostSession(NamedTuple):
-    """What a rank needs to reduce on its host.
+    """The resources with which a rank reduces on its host.
 
     Attributes:
         session: this worker's connections to the cluster.

@@ -19,7 +19,7 @@ Header = tuple[int, int]
 
 
 class Averaged(NamedTuple):
-    """What this rank has measured over its part of the elements, while the group averaged.
+    """This rank's measurements over its part of the elements, while the group averaged.
 
     Attributes:
         distance: Euclidean, of this rank's values from the averages.

@@ -14,7 +14,7 @@ from typing import Final
 from torch.nn import Parameter
 
 _UNKNOWN: Final = sys.maxsize
-"""What is expected of a parameter whose passes no step has counted: more than there can be."""
+"""The expected passes of a parameter whose passes no step has counted: more than there can be."""
 
 
 class BackwardPasses:

@@ -205,14 +205,14 @@ class GradientSynchronizer(Consistency):
         """Ends the step without its gradients, which the caller clears.
 
         If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
-        the step, or have refused it: otherwise the next push is a MismatchError. What is pushed here leaves
-        residuals as they are.
+        the step, or have refused it: otherwise the next push is a MismatchError. These pushes leave residuals
+            as they are.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
 
         Raises:
-            UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
+            UsageError: the pushed elements are missing in the residuals of a quantizer or sparsifier.
         """
         if self._steps.due is not None:  # Ctrl-C has interrupted this, or synchronize()
             if self._steps.newest.is_dropped:

@@ -157,7 +157,7 @@ def _reasons(
     others = sorted((scheme for scheme in costs if scheme != choice), key=lambda name: costs[name].seconds)
     next_best = others[0]
     ratio = costs[next_best].seconds / own.seconds
-    if ratio < 1:  # what it spends bytes on is no reason then
+    if ratio < 1:  # the scheme's ``spends`` is not a reason then
         said.append(f"Next is {next_best}, which would take {ratio:.2f} of that.")
         said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
     else:

@@ -30,7 +30,7 @@ class DeviceLayout(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What kernels read on the device."""
+        """The tensors that kernels read on the device."""
         return tuple(word for word in self.placement if isinstance(word, Tensor))
 
     @property

@@ -117,6 +117,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _bits(threshold: float) -> int:
-    """The bits of a float32; what is not greater than 0 bounds nothing."""
+    """The bits of a float32 bound; a bound that is not greater than 0 excludes nothing."""
     with np.errstate(over="ignore"):
         return int(np.float32(threshold).view(np.int32)) if threshold > 0 else 0

@@ -162,7 +162,8 @@ class ByLibrary:
         """As :func:`count`."""
         with np.errstate(over="ignore", under="ignore"):
             rounded = edges.astype(values.dtype)
-            # What reaches an edge between two numbers of this dtype reaches the next greater one.
+            # An element that reaches an edge between two numbers of this dtype also reaches the next greater
+            # number.
             reached = np.where(rounded < edges, np.nextafter(rounded, values.dtype.type(math.inf)), rounded)
         bits = reached.view(BITS[values.dtype]).astype(np.int64)
         counts = np.empty(len(edges) + 1, np.int64)
@@ -186,7 +187,7 @@ def _rounded(bound: float, dtype: np.dtype[Any]) -> Floats:
 
 
 def _bits(bound: float, dtype: np.dtype[Any]) -> int:
-    """The bits of a bound; what is not greater than 0 bounds nothing."""
+    """The bits of a bound; a bound that is not greater than 0 excludes nothing."""
     return int(_rounded(bound, dtype).view(BITS[dtype])) if bound > 0 else 0
 
 
