@@ -127,8 +127,8 @@ class WorkerMetrics(_RoleMetrics):
             "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
             "pulled as the union of all ranks, and rows of the whole tensor. Schemes that send elements "
             "count elements instead, of the rows after duplicates were summed. Schemes that send dense "
-            "tensors count none. With hierarchical reduction the leader of a host counts the host's rows, and "
-            "the other ranks count none.",
+            "tensors count none. With hierarchical reduction the leader of a host counts the host's rows, "
+            "and the other ranks count none.",
             stage=("given", "pushed", "pulled", "whole"),
         )
         self.elements = self._counter(

@@ -34,7 +34,7 @@ Keys = Literal["rows", "elements", "none"]
 """What the positions of a sparse tensor count; none: it travels dense."""
 
 PullCodec = CodecName | Literal["auto"]
-"""The codec of the positions in a pulled sum; auto: the one with the fewest bytes for the chunk."""
+"""The codec of the positions in a pulled sum; auto: chosen for each chunk by size."""
 
 PeerAlgorithm = Literal["allgather", "recursive doubling", "sparcml"]
 """How workers sum a sparse tensor without servers; sparcml: by the cheapest of SparCML's algorithms."""

@@ -206,7 +206,7 @@ class GradientSynchronizer(Consistency):
 
         If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
         the step, or have refused it: otherwise the next push is a MismatchError. These pushes leave residuals
-            as they are.
+        as they are.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
