@@ -113,7 +113,7 @@ class Accelerator(ABC):
     def to_device(self, data: memoryview) -> Tensor:
         """Returns a copy of bytes that were pulled: uint8, at an address that is aligned for kernels.
 
-        The driver copies memory that is not pinned in parts, and sends one while it copies the next: On an
+        The driver copies memory that is not pinned in parts, and sends one while it copies the next. On an
         H200's host 10 MB take 0.86 ms, and 1.09 ms if we first copy them into pinned memory. It may wait for
         the stream.
         """

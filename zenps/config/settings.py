@@ -147,7 +147,8 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     codec: Annotated[
         Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
         Meta(
-            description="codec of positions; auto: [chosen for each chunk by size](encoding.md#position-codecs)"
+            description="codec of positions; "
+            "auto: [chosen for each chunk by size](encoding.md#position-codecs)"
         ),
     ] = "auto"
     values: Annotated[
