@@ -120,8 +120,8 @@ def collate(pairs: list[Numbers]) -> Batch:
 def write_sample(source: Path, target: Path, sentences: int, words: int, seed: int) -> None:
     """Writes sentences of a made-up language, and their translation word for word, in another order.
 
-    The last word of a source sentence, as a verb may be in German, comes second in the target. Words follow
-    Zipf's
+    The last word of a source sentence, which in German may be a verb, comes second in the target. Words
+    follow Zipf's
     law and do not depend on adjacent words: to predict the target one must look at the right word of the
     source.
     """

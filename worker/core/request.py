@@ -258,7 +258,7 @@ def table_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def device_error(what: str, error: Exception) -> ZenPSError:
-    """Returns the error of work on a device that has failed, such as for want of memory.
+    """Returns the error of work on a device that has failed, for example for lack of memory.
 
     Args:
         what: the tensor for which the work was done.

@@ -186,7 +186,7 @@ class Statistics:
         self._metrics.group_distance.set(distance)
 
     def note_selection(self, selected: int, mean: float) -> None:
-        """Notes how many elements this worker has selected, beside the mean of all workers."""
+        """Notes how many elements this worker has selected, and the mean of all workers."""
         if mean:
             self._metrics.selection_imbalance.set(selected / mean)
 

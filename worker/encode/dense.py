@@ -143,7 +143,7 @@ class GranuleTransfer(OneRound):
     def _pulled(self) -> Tensor:
         """The sums in order of position. Kept when the ring changes: answers cover all positions of any ring.
 
-        Made for the first answer, as a device may have no memory to spare for all tensors in flight.
+        Made at the first answer, because a device may have no memory to spare for all tensors in flight.
         """
         return self._empty((self._layout.size,), self.encoded.dtype)
 

@@ -52,7 +52,7 @@ class Staged(Transfer):
             is_reached: go on up to the next event without asking whether the present one has happened.
 
         Raises:
-            TensorError: the device has failed, such as for want of memory.
+            TensorError: the device has failed, for example for lack of memory.
         """
         try:
             if is_reached:

@@ -118,7 +118,7 @@ class DeviceGradient(Gradient):
         """Context for work on a stream; at its end, waits for it.
 
         Raises:
-            TensorError: the device has failed, such as for want of memory.
+            TensorError: the device has failed, for example for lack of memory.
             DeadlineError: the device has not finished in time.
         """
         try:

@@ -1,7 +1,7 @@
 """Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission.
 
-The thread never takes the channel's lock, so nothing on the data path delays a heartbeat. It leaves events
-for the channel to a second thread (:mod:`.events`).
+The thread never takes the channel's lock, so nothing on the data path delays a heartbeat. A second thread
+(:mod:`.events`) hands events to the channel.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from .status import fetch
 TIMEOUT_SECONDS: Final = 2.0
 
 OTHER_FILES: Final = 128
-"""Files, pipes and sockets of a Python process with torch and ZeroMQ, beside those to the peers."""
+"""Files, pipes and sockets of a Python process with torch and ZeroMQ, besides the connections to peers."""
 
 _GIB: Final = 1 << 30
 

@@ -1,8 +1,8 @@
 """Join for any operation: a rank whose data has ended takes part in the others' allreduces with zeros.
 
-Each call takes a turn, numbered alike on all ranks. In that turn every rank pushes eight bytes, beside what
-it pushes anyway: whether it makes a call or has joined. If no rank has joined, that is all. Else ranks
-exchange what they call, and those that have joined push zeros under the same names.
+Each call takes a turn, numbered alike on all ranks. In that turn every rank pushes eight bytes in addition to
+its other pushes; they say whether it makes a call or has joined. If no rank has joined, that is all. Else
+ranks exchange what they call, and those that have joined push zeros under the same names.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from .keyspace import Identity
 from .ring import SLOTS
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
-# A layout takes up to some 230 KB beside its tables.
+# A layout takes up to some 230 KB besides its tables.
 MAX_LAYOUTS = 1024
 
 # Buckets of values, four for each slot; and the most ends of ranges in one that are compared one by one.

@@ -228,7 +228,7 @@ class Sparsifier(ABC):
         return None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what :meth:`select` depends on beside its arguments, for a checkpoint.
+        """Returns the state on which :meth:`select` depends besides its arguments, for a checkpoint.
 
         If the exchange is *agreed*, it is equal on all ranks: a worker that joins gets another's.
         """

@@ -44,7 +44,7 @@ class Controller(ABC):
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, float]:
-        """Returns what :meth:`threshold` depends on beside its arguments."""
+        """Returns the state on which :meth:`threshold` depends besides its arguments."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, float]) -> None:

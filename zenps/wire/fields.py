@@ -14,7 +14,7 @@ FailureKind = Literal["mismatch", "deadline", "lost", "size"]
 Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 LAST_BARRIER = (1 << 62) - 1
-"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
+"""The number of the barrier before workers leave. It is not counted, because a worker may reach it early."""
 Incarnation = Count
 """The random number that each process of a scheduler draws; 0 if it is not known."""
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]

@@ -101,7 +101,7 @@ class SchedulerLink:
             DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
             MismatchError: a shared setting differs from the scheduler's.
             UsageError: the rank is taken, the cluster is already complete, or its job has ended.
-            PeerLostError: a node was lost before all had the first view.
+            PeerLostError: a node was lost before all nodes had the first view.
             ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
         """
         try:

@@ -1,4 +1,4 @@
-"""Consistency of one optimizer: when gradients count, and on which ranks (``sync.consistency``)."""
+"""Consistency of one optimizer: when gradients are applied, and on which ranks (``sync.consistency``)."""
 
 from __future__ import annotations
 

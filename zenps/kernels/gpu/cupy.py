@@ -44,7 +44,7 @@ class CupyLauncher(Launcher):
         index = next(arg.device.index for arg in args if isinstance(arg, Tensor))
         words = tuple(map(_parameter, args))
         # CuPy would launch on its own current stream, which is not torch's. torch.cuda.current_stream() takes
-        # longer than the launch itself; torch's inductor asks like this, too.
+        # longer than the launch itself; torch's inductor also asks in this way.
         stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
         with on_device(index):
             self._kernel(source, expression)((grid,), (block,), words, stream=stream)

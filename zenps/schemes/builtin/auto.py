@@ -35,7 +35,7 @@ class Auto(Scheme):
         return (zenps.SCHEME, refused) if refused else None
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
-        """That of the candidate that takes less time."""
+        """The cost of the candidate that takes less time."""
         return min((scheme.cost(tensor, links) for scheme in self.candidates), key=lambda cost: cost.seconds)
 
 
