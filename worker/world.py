@@ -254,7 +254,7 @@ class ClusterWorld(World):
                 return _begin(self._backend, request)
             except ZenPSError:
                 raise
-            except RuntimeError as error:  # as torch raises where a device fails, such as for want of memory
+            except RuntimeError as error:  # torch raises it if a device fails, or lacks memory
                 raise TensorError(f"tensor {name!r}: {error}") from error
 
     def residual_name(self, request: Request) -> str | None:

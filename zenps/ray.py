@@ -35,12 +35,12 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     Args:
         workers: those of Ray Train.
         servers: each takes a CPU of the Ray cluster. Ray spreads them over its nodes.
-        settings: of all roles, as ``"section.field=value"``. Those of the environment and of ``zenps.toml``
-            apply to workers alone.
+        settings: of all roles, as ``"section.field=value"``. Settings of the environment and of
+            ``zenps.toml`` apply to workers only.
 
     Raises:
         ConfigError: a setting is wrong.
-        DeadlineError: Ray has not started scheduler and servers in ``cluster.rendezvous_seconds``.
+        DeadlineError: Ray has not started scheduler and servers within ``cluster.rendezvous_seconds``.
     """
 
     def __init__(self, workers: int, servers: int = 1, settings: Sequence[str] = ()) -> None:
@@ -70,7 +70,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
         @functools.wraps(train)
         def wrapped(*arguments: Any) -> Any:
-            # Imported here: it loads torch, which the scheduler's actor does without.
+            # Imported here, because it loads torch, which the scheduler's actor does not need.
             from zenps.worker.api import init, shutdown
 
             init(sets=settings)

@@ -41,7 +41,7 @@ class _Bucket(NamedTuple):
         handle: of its round; None if that could not begin.
         result: what DDP waits for.
         gradient: this rank's own.
-        refused: why the gradient was not pushed, or pushed to be thrown away here; None if all went well.
+        refused: why the gradient was not pushed, or was pushed but thrown away here; None if all went well.
     """
 
     handle: Pending | None
@@ -54,10 +54,10 @@ class _Bucket(NamedTuple):
 class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
-    A process may wrap several models. All ranks must construct their states in the same order. A copy, as
-    frameworks make it of their arguments, is a new state for another model. So is a state that was pickled
-    with its model and loaded. It lacks the group, as a loaded DDP lacks its own, and the hook must be
-    registered with DDP again.
+    A process may wrap several models. All ranks must construct their states in the same order. Frameworks
+    copy their arguments: a copy is a new state for another model, and so is a state that was pickled with its
+    model and loaded. It lacks the group, as a loaded DDP lacks its own, and the hook must be registered with
+    DDP again.
     """
 
     dense_group: dist.ProcessGroup | None = None
@@ -84,8 +84,8 @@ class CommHookState:
     def _finish(self) -> None:
         """Waits for the results of all buckets in flight, and gives them to DDP.
 
-        After an error DDP gets the gradients of this rank, and ends its step with them: a step without an end
-        makes its next forward fail. Then the error is raised from backward.
+        After an error DDP gets the gradients of this rank, and ends its step with them, because an unfinished
+        step makes its next forward fail. Then the error is raised from backward.
         """
         buckets, self._in_flight = self._in_flight, []
         failure: BaseException | None = None
@@ -136,7 +136,7 @@ _default = CommHookState(_prefix=Prefix("ddp"))
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
 
-    Errors of :func:`push_pull` are raised from ``backward()``. Gradients are those of this rank then.
+    Errors of :func:`push_pull` are raised from ``backward()``; gradients are then those of this rank.
 
     Args:
         state: ``None`` for one model whose buckets all go over ZenPS.

@@ -33,12 +33,13 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank that leaves the block waits in it until all have left it, and contributes nothing. Averages are
-    still divided by the number of all ranks, as by default under torch's ``Join``. Then it gets the
-    parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
-    ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
-    applied are dropped, except for those that backward has pushed already: they are part of the others' next
-    step. Each step costs one more small round. If the block is left by an exception, this returns at once.
+    A rank whose loop has ended waits at the end of the block until all loops have ended, and contributes
+    nothing. Averages are still divided by the number of all ranks, as by default under torch's ``Join``. Then
+    it gets the parameters and the optimizers' state of a rank that has taken all steps, so that these are
+    equal on all ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed
+    and not applied are dropped, except for those that backward has pushed already: they are part of the
+    others' next step. Each step costs one more small round. If an exception ends the block, this returns at
+    once.
 
     In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as
     :func:`zenps.allreduce`, and the unfreezing of parameters would wait for ranks that have left it.

@@ -38,12 +38,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
     Backward may run several times before ``step()``, for several losses or micro-batches: gradients add up,
-    as without ZenPS. After the first such step they are pushed in the last of these passes. A gradient that
-    ``zero_grad()`` throws away, because a GAN's other network has computed it or a batch is bad, is thrown
-    away on all ranks.
+    as without ZenPS. After the first such step they are pushed in the last of these passes. If
+    ``zero_grad()`` throws a gradient away, because a GAN's other network has computed it or a batch is bad,
+    it is thrown away on all ranks.
 
     All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
-    all ranks must wrap them in the same order. It passes for an instance of the optimizer's class.
+    all ranks must wrap them in the same order. ``isinstance`` takes it for an instance of the optimizer's
+    class.
 
     Args:
         optimizer: over the local parameters; it keeps everything but the gradients to itself.
@@ -195,8 +196,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if PROCESS.world.averages_models:
             raise UsageError(
-                "GradScaler: expected that all ranks step, as sync.consistency = ds-sync needs it; it skips "
-                "steps of single ranks; use bsp, or bfloat16 without a scaler"
+                "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that, but "
+                "GradScaler skips steps of single ranks; use bsp, or bfloat16 without a scaler"
             )
         if PROCESS.world.staleness:
             raise UsageError(
@@ -207,8 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sparsification = PROCESS.world.sparsification
             got = "quantized values" if sparsification is None else sparsification.name
             raise UsageError(
-                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: what is "
-                "left of a gradient would be added to one of another scale; use bfloat16 autocast, which "
+                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
+                "rest of a gradient would be added to a gradient of another scale; use bfloat16 autocast, which "
                 "needs no scaler, or GradScaler(enabled=False)"
             )
         if not (self._skip or self._consistency.is_synchronized):

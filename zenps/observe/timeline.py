@@ -85,7 +85,7 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         raise ConfigError("OUT", str(path), "the file to write, which is not a part")
     known = [part for part in map(_look, parts) if part is not None]
     if not known:
-        raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
+        raise ConfigError("PART", " ".join(map(str, parts)), "a part that is not empty")
     known.sort(key=lambda part: (part.sort_index, part.began_us))
     try:
         with _replacing(path) as file:

@@ -119,7 +119,7 @@ class Above(NamedTuple):
     def bounds(self, size: int) -> tuple[int, int]:
         """Returns the first of ``size`` elements that is looked at, and the one behind the last."""
         if self.start < 0 or (self.most or 0) < 0 or (self.least and self.most is None):
-            raise ValueError(f"{self}: expected a start and most of 0 or more, and most beside least")
+            raise ValueError(f"{self}: expected start and most of 0 or more, and a most if there is a least")
         start, stop, _ = slice(self.start, self.stop).indices(size)
         return start, max(start, stop)
 
@@ -204,7 +204,7 @@ class Sparsifier(ABC):
 
         Only if :attr:`on_device`. A threshold that stays on the device does not make the host wait for it.
         """
-        raise NotImplementedError(f"{type(self).__name__}.on_device: expected a select_on_device beside it")
+        raise NotImplementedError(f"{type(self).__name__}.on_device: expected select_on_device, too")
 
     def sent(self, indices: Tensor) -> None:  # noqa: B027  # most keep nothing but the residual
         """Called after the residual's values at ``indices``, int64 ``[n]``, were taken to be pushed."""

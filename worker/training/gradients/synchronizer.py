@@ -222,8 +222,8 @@ class GradientSynchronizer(Consistency):
             self._advance("warned")
             raise UsageError(
                 "gradients were quantized or sparsified: expected step() after synchronize(), got "
-                "zero_grad(), but what residuals have kept of them is pushed with the next ones; another "
-                "zero_grad() ends this step all the same"
+                "zero_grad(), but residuals keep a part of them, which is pushed with the next gradients; "
+                "another zero_grad() ends this step all the same"
             )
         if self._state == "refused":
             return self._drop_all()
