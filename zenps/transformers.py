@@ -42,7 +42,7 @@ class Callback(TrainerCallback):
         model = self._trainer.model_wrapped
         model = getattr(model, "_orig_mod", model)  # with torch_compile, DDP is inside the compiled module
         if isinstance(model, DistributedDataParallel):
-            if model not in _hooked:  # a second training has the first one's wrapper, which takes only one hook
+            if model not in _hooked:  # a second training has the wrapper of the first
                 model.register_comm_hook(CommHookState(), comm_hook)
                 _hooked.add(model)
         elif PROCESS.world.size > 1:

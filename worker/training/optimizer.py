@@ -196,7 +196,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if PROCESS.world.averages_models:
             raise UsageError(
-                "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that, but "
+                "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that; "
                 "GradScaler skips steps of single ranks; use bsp, or bfloat16 without a scaler"
             )
         if PROCESS.world.staleness:
@@ -209,8 +209,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = "quantized values" if sparsification is None else sparsification.name
             raise UsageError(
                 f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
-                "rest of a gradient would be added to a gradient of another scale; use bfloat16 autocast, which "
-                "needs no scaler, or GradScaler(enabled=False)"
+                "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which needs "
+                "no scaler, or GradScaler(enabled=False)"
             )
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
