@@ -83,7 +83,8 @@ class Sharder:
         else:
             rows = old.layout.rows_total
             new = ring.shard_sparse(name, rows, encoded.columns, encoded.dtype, encoded.expected_rows)
-        # Layouts compare by identity. A ring's cache returns the same one, unless there are very many.
+        # Layouts compare by identity: a ring's cache returns the same object, unless it holds too many
+        # layouts.
         return encoded if new == old else reshard(encoded, new, self._codec)
 
 

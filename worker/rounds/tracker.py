@@ -263,7 +263,7 @@ class WorkerRounds:
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
                 names = "the servers of the former ring"
-                if silent:  # they may wait for a rank, with a longer deadline than this worker's
+                if silent:  # servers may wait for a rank, with a longer deadline than this worker's
                     names = listing(self._servers[rank] for rank in silent)
                     names += "; servers name the rank that is late if cluster.deadline_seconds is theirs, too"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"

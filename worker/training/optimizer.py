@@ -209,8 +209,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             got = "quantized values" if sparsification is None else sparsification.name
             raise UsageError(
                 f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
-                "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which needs "
-                "no scaler, or GradScaler(enabled=False)"
+                "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which "
+                "needs no scaler, or GradScaler(enabled=False)"
             )
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()

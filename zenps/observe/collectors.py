@@ -22,7 +22,8 @@ from prometheus_client.utils import floatToGoString
 from .lateness import MAX_RANKS, latest
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
-"""In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
+"""In seconds, 100 µs to 10 s, three to a decade. The client's own buckets begin at 5 ms, but most rounds are
+shorter."""
 
 _VARYING: Final = re.compile(r"( of rank\(s\) .*)?, step \d+$")
 """The part of the description of a stall that differs from stall to stall."""
@@ -132,7 +133,7 @@ class Late(Collector):
 
 
 class Stalled(Collector):
-    """A gauge of the longest stalls; it has no series while there is none.
+    """A gauge of the longest stalls; without a stall it has no series.
 
     The label ``waits_for`` has no steps or ranks, which would make a series for each stall.
     """

@@ -29,13 +29,13 @@ logger = logging.getLogger("zenps.http")
 
 LIMIT_SECONDS: Final = 10.0
 """How long a connection may take, from its first to its last byte: as long as Prometheus waits for metrics by
-default. Each serves one request."""
+default. Each connection serves one request."""
 
 MAX_CONNECTIONS: Final = 32
 """One more connection closes the oldest, so that idle connections do not block others."""
 
 MAX_THREADS: Final = 2 * MAX_CONNECTIONS
-"""The most threads: of open connections, and of closed ones for which an answer is still being prepared."""
+"""The most threads: those of open connections, and those that still prepare an answer for a closed one."""
 
 MAX_REQUEST_BYTES: Final = 16 << 10
 

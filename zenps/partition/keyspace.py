@@ -190,8 +190,8 @@ def _hash(half: Half, key: int, size: int) -> Half:
     return wide.astype(np.uint32)
 
 
-# Halves are at most 2**31, so that a number beyond ``size`` or below 0 is brought back by the smaller of two
-# numbers: the other one has wrapped around. That takes less than a comparison and a choice.
+# Halves are at most 2**31. So the minimum of ``half`` and ``half`` ± ``size`` is the result modulo ``size``:
+# the other number has wrapped around, or is too large. A minimum is faster than a comparison and a choice.
 
 
 def _add(half: Half, hashed: Half, size: int) -> None:

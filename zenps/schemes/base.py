@@ -95,11 +95,10 @@ class Scheme(ABC):
 
     @abstractmethod
     def cost(self, tensor: Tensor, links: Links) -> Cost:
-        """What the sparse ``tensor`` costs. Its docstring states the formula.
-
-        The letters are n workers; d, the density of one worker's rows; D, the density of the union of all
-        workers; M, the bytes of the whole tensor; and f = (n - 1) ÷ n, the share that leaves a worker whose
-        host also runs a server.
+        """What the sparse ``tensor`` costs. Each override's docstring states its formula. The letters are n
+        workers; d, the density of one worker's rows; D, the density of the union of all workers; M, the bytes
+        of the whole tensor; and f = (n - 1) ÷ n, the share that leaves a worker whose host also runs a
+        server.
         """
 
     def dense_cost(self, tensor: Tensor, links: Links) -> Cost:

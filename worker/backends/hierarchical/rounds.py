@@ -138,7 +138,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
     def _has_work(self) -> bool:
         """Returns whether there is something to process, or nothing left to wait for.
 
-        Another thread may have ended the last round before this one began to wait.
+        Another thread may have ended the last round before this thread began to wait.
         """
         with self._news:
             return self._failure is not None or bool(self._ready()) or not self._awaits_servers()

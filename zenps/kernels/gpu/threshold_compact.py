@@ -99,7 +99,7 @@ def count(values: Tensor, edges: NDArray[np.floating[Any]]) -> Tensor:
     It waits for the device, which tells how many reach the first edge.
     """
     magnitudes = _magnitudes(values)
-    # Few reach the first edge. Its rounding to their dtype cannot leave one out.
+    # Few elements reach the first edge. Its rounding to their dtype cannot leave one out.
     few = magnitudes[magnitudes >= float(edges[0])].double()
     ascending = torch.from_numpy(edges.astype(np.float64)).to(values.device)
     reached = torch.bucketize(few, ascending, right=True)
