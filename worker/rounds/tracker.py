@@ -4,8 +4,7 @@ A round is *pushed* until all its chunks are answered, one fails, or its deadlin
 a server may die with the only answer that another rank needs, and then all ranks must push again. It is
 *settled*, and forgotten, once it is certain that all ranks have ended it:
 
-- an answer to the tensor's next step came: every rank had to push for it, and before that had to end this
-round; or
+- an answer to the tensor's next step came: every rank had to end this one before it pushed for that; or
 - three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
   worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
   A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;

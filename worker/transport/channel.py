@@ -181,8 +181,7 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        # Without a layout, the tensor goes whole and is too small to be shared, or it goes in blocks, which
-        # are not shared.
+        # Without a layout, it goes whole and is too small to be shared, or in blocks, which are not shared.
         is_shared = encoded.sharding.layout is not None and self.arena() is not None
         return self._writer.share(encoded, options) if is_shared else encoded
 

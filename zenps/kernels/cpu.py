@@ -7,8 +7,8 @@ The operations were chosen by measurement, on one thread:
 - Sets of short rows are concatenated first. For wide rows that copy costs more than it saves: four sets of
   4000 × 1024 float32 are summed in 18 ms with it, and in 8 ms set by set with ``index_add_``; they are
   scattered in half the time. Both ways take the same time at about 48 float32 a row.
-- NumPy moves whole rows as opaque items: it gathers 785 000 × 1 float32 in 25 ms, sorting included. Assigning
-the rows to their targets takes 51 ms, and torch's ``index_select`` takes 34 ms.
+- NumPy moves whole rows as opaque items: it gathers 785 000 × 1 float32 in 25 ms, sorting included.
+  Assigning the rows to their targets takes 51 ms, and torch's ``index_select`` takes 34 ms.
 """
 
 from __future__ import annotations
