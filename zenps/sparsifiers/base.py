@@ -204,7 +204,7 @@ class Sparsifier(ABC):
 
         Only if :attr:`on_device`. A threshold that stays on the device does not make the host wait for it.
         """
-        raise NotImplementedError(f"{type(self).__name__}.on_device: expected select_on_device, too")
+        raise NotImplementedError(f"{type(self).__name__}.on_device: expected a method select_on_device")
 
     def sent(self, indices: Tensor) -> None:  # noqa: B027  # most keep nothing but the residual
         """Called after the residual's values at ``indices``, int64 ``[n]``, were taken to be pushed."""

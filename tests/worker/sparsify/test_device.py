@@ -284,7 +284,7 @@ class Negative(Wrong):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Wrong, "Wrong.on_device: expected select_on_device, too"),
+        (Wrong, "Wrong.on_device: expected a method select_on_device"),
         (Indices, "expected Above of select_on_device, got torch.int64"),
         (Negative, "expected start and most of 0 or more"),
     ],

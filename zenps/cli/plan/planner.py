@@ -198,7 +198,7 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
     below = [count for count in choices if count < workers and choices[count] != choice]
     told = [f"Up to {max(below)} workers, {choices[max(below)]} is recommended."] if below else []
     told += [f"From {above} workers on, {choices[above]} is recommended."] if above is not None else []
-    return " ".join(told) or f"It is recommended for any number of workers from 2 to {MAX_WORKERS}."
+    return " ".join(told) or f"{choice} is recommended for any number of workers from 2 to {MAX_WORKERS}."
 
 
 def _notes(
