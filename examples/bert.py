@@ -8,7 +8,7 @@ Alone, or with two workers and two servers on this machine; on Python's standard
 The masked language model of Devlin et al. (https://arxiv.org/abs/1810.04805), without next-sentence
 prediction. As there, one table both embeds the words and scores those to fill in. With a softmax over the
 whole vocabulary its gradient would be dense. Here the output touches only the masked words and a sample of
-others, so that both parts of the gradient are sparse, and so is their sum. SparseAdam updates the table,
+others, so both parts of the gradient are sparse, and so is their sum. SparseAdam updates the table,
 Adam does the rest. Each optimizer is wrapped by itself.
 """
 
@@ -41,7 +41,7 @@ class Masked(NamedTuple):
     positions: Tensor
     """(n, masked), int64: which words of each window are to be filled in."""
     targets: Tensor
-    """(n, masked), int64: what they are."""
+    """(n, masked), int64: the words themselves."""
 
 
 def mask(words: Tensor, vocabulary: int) -> Masked:
@@ -72,7 +72,7 @@ class MaskedLanguageModel(nn.Module):
     Args:
         words: size of the vocabulary, the most frequent words first.
         width: columns of the table, and of the Transformer.
-        layers: how many the Transformer has.
+        layers: the number of the Transformer's layers.
         samples: how many other words each step tells the masked ones from.
     """
 

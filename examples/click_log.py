@@ -55,7 +55,7 @@ class ClickLog:
     def __init__(self, path: Path, rank: int, size: int) -> None:
         self._path, self._rank, self._size = path, rank, size
         self.malformed = 0
-        """Lines that were skipped, of those read so far; counted in the first pass over the file."""
+        """Lines that were skipped so far; counted in the first pass over the file."""
 
     def training_batches(self, batch: int) -> Iterator[Clicks]:
         """Batches of ``batch`` lines, pass after pass, without end."""

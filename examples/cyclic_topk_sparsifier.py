@@ -1,7 +1,7 @@
 """A custom sparsifier: in each step another rank chooses, and all ranks push the elements of its choice.
 
 ScaleCom (Chen et al., NeurIPS 2020, https://arxiv.org/abs/2104.11125) has one rank in turn choose its local
-top-k for all ("cyclic local top-k"), so that the union does not grow with the number of ranks. That takes a
+top-k for all ("cyclic local top-k"), so that the union does not grow with the number of ranks. That needs a
 message. ``CyclicTopK`` needs none: a rank pushes only the top-k of the range whose turn it is, and ranges go
 round among the ranks, so no element is pushed by two ranks in one step.
 

@@ -7,9 +7,9 @@ Alone, or with two workers and two servers on this machine; on a sample that it 
     python examples/deepfm.py --write-sample sample.tsv --rows 1000000
 
 A factorization machine and a deep network look at the same embedding of 26 categories
-(https://arxiv.org/abs/1703.04247). All categories share one table by hashing, of which a step touches
-few rows: its gradient is sparse, and SparseAdam updates only these rows. Adam does the rest. Each
-optimizer is wrapped by itself.
+(https://arxiv.org/abs/1703.04247). All categories are hashed into one shared table. A step touches few of its
+rows: its gradient is sparse, and SparseAdam updates only these rows. Adam does the rest. Each optimizer is
+wrapped by itself.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class ByteModel(nn.Module):
 
     Args:
         width: of the Transformer.
-        layers: how many it has.
+        layers: the number of the Transformer's layers.
     """
 
     def __init__(self, width: int, layers: int) -> None:

@@ -106,7 +106,7 @@ def main() -> None:
         )
     run.console.print(f"{len(vocabulary):,} words; rank 0 of {zps.size()} has {len(words):,} to learn from")
 
-    # Adagrad builds sparse tensors, and torch warns where nobody has said whether to check them.
+    # Adagrad builds sparse tensors, and torch warns unless a program says whether to check them.
     torch.sparse.check_sparse_tensor_invariants.disable()
     model = LanguageModel(len(vocabulary), args.width, args.samples)
     optimizer = zps.DistributedOptimizer(

@@ -7,9 +7,9 @@ Alone, or with two workers and two servers on this machine; on a made-up languag
 
 Two GRUs, and attention from the one to the other (Luong et al., https://arxiv.org/abs/1508.04025). Nearly
 all parameters are in three tables with a row per word: the source's, the target's, and the words that may
-come next. The last one would have a dense gradient with a softmax over the whole vocabulary; with a sampled
-one, made for this purpose, it is sparse as well. SparseAdam updates the tables, Adam does the rest. Each
-optimizer is wrapped by itself.
+come next. With a softmax over the whole vocabulary, the last table would have a dense gradient; with a
+sampled softmax its gradient is also sparse. SparseAdam updates the tables, Adam does the rest. Each optimizer
+is wrapped by itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sentences and their translations: read from two files by several ranks, or made up.
 
 The files have one sentence per line, and line n of one is the translation of line n of the other, as in
-IWSLT14 German-English (https://wit3.fbk.eu/2014-01). Of IWSLT's tagged files, what is marked as
-``<seg>`` is read, and lines of other tags (``<url>``, ``<title>``, …) are skipped.
+IWSLT14 German-English (https://wit3.fbk.eu/2014-01). Of IWSLT's tagged files, text marked as ``<seg>`` is
+read, and lines with other tags (``<url>``, ``<title>``, …) are skipped.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ParallelText:
 
 
 def _sentences(path: Path) -> Iterator[str]:
-    """All lines but those of markup; empty ones too, for they may have a translation."""
+    """All lines but those of markup; including empty ones, because they may have a translation."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if segment := _SEGMENT.fullmatch(line):
@@ -118,9 +118,10 @@ def collate(pairs: list[Numbers]) -> Batch:
 
 
 def write_sample(source: Path, target: Path, sentences: int, words: int, seed: int) -> None:
-    """Writes sentences of a made-up language, and their translation word for word, but for the order.
+    """Writes sentences of a made-up language, and their translation word for word, in another order.
 
-    What comes last in the source, as a verb may in German, comes second in the target. Words follow Zipf's
+    The last word of a source sentence, which in German may be a verb, comes second in the target. Words
+    follow Zipf's
     law and do not depend on adjacent words: to predict the target one must look at the right word of the
     source.
     """

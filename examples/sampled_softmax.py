@@ -10,7 +10,8 @@ from torch.nn import functional
 
 
 class SampledSoftmax(nn.Embedding):
-    """A table with a row per word, of which a step touches the targets and a sample of other words.
+    """A table with a row per word. A step touches only the rows of the targets and of a sample of other
+    words.
 
     The model learns to tell the targets from the sample instead of from the whole vocabulary (Jean et
     al., https://arxiv.org/abs/1412.2007, section 3).

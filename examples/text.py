@@ -20,12 +20,12 @@ UNKNOWN = "<unk>"
 HELD_OUT_EVERY = 40
 
 NOT_TEXT = {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages"}
-# A word or a mark. Subwords keep the "@@" by which subword-nmt says that the word goes on.
+# A word or a mark. Subwords keep the "@@" with which subword-nmt marks that the word goes on.
 _WORD = re.compile(r"(?:\w+|[^\w\s])(?:@@)?")
 
 
 class TextFile:
-    """A file of any size, each line a document; what is not UTF-8 becomes U+FFFD."""
+    """A file of any size, each line a document; bytes that are not UTF-8 become U+FFFD."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -72,7 +72,8 @@ class TrainingRun:
         self._numbers: dict[str, Any] = {}
 
     def over(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields batches; all ranks stop after the same one, because they look at one loss and one clock."""
+        """Yields batches; all ranks stop after the same one, because they use the same loss and the same
+        clock."""
         before, begin = zps.stats(), time.perf_counter()
         with self._progress() as progress:
             task = progress.add_task("", total=1.0, note="")
@@ -98,7 +99,8 @@ class TrainingRun:
         self._losses.append(loss.detach())
 
     def finish(self, report: Path | None, **quality: Any) -> None:
-        """Prints the table of what synchronisation cost; writes it and ``quality`` to ``report`` as JSON."""
+        """Prints the table of the costs of synchronisation; writes it and ``quality`` to ``report`` as
+        JSON."""
         self.console.print(_table(self._numbers, self._unit))
         if report is not None and zps.rank() == 0:
             report.write_text(json.dumps(self._numbers | quality, indent=2) + "\n")

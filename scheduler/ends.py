@@ -1,7 +1,7 @@
 """End detection: a server whose connection is gone, and whose port refuses another, has ended.
 
-The kernel closes all sockets of a process that ends, however it ends. The port of one that is only paused
-still accepts connections. So the loss of a server that was killed need not wait for its lease.
+The kernel closes all sockets of a process that ends, however it ends. The port of a paused process still
+accepts connections. So the loss of a server that was killed need not wait for its lease.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Ends:
 
 def _target(address: str, remote: Address) -> Address | None:
     """Returns where to probe; None unless the server connects from the very address that it has announced.
-
-    Seen from here, another address may be another host's, such as its loopback, where nothing listens.
+    From here, any other announced address, such as the server's loopback, may lead to another host, where
+    nothing listens.
     """
     with contextlib.suppress(ValueError):  # a name, or no address at all
         host, port = parse_address(address.removeprefix("tcp://"))

@@ -65,7 +65,7 @@ FAREWELL_SECONDS = 2.0
 left first, once the processes have ended."""
 
 MAX_UNFINISHED_BYTES = 2 * MAX_ENVELOPE_BYTES
-"""How much a connection may send without completing a message. No valid message is near it."""
+"""The most bytes that a connection may send without completing a message. Valid messages are much smaller."""
 
 
 def serve(config: Config, on_ready: Callable[[str], None]) -> None:
@@ -154,7 +154,7 @@ class _Service:
         except MismatchError:
             raise
         except (KeyboardInterrupt, SystemExit):
-            # Unlike after a crash, no scheduler will return: nodes should not wait for one.
+            # Unlike after a crash, the scheduler will not return, and nodes should not wait for it.
             self._send(self._membership.abort("the scheduler was told to end"))
             raise
         except Exception as error:
@@ -201,9 +201,7 @@ class _Service:
         for straggler in self._membership.stragglers(now):
             logger.warning("%s", straggler)
         if stall := self._membership.stall(now):
-            logger.warning(
-                "%s; ranks have to push the same tensors, and come to barriers, equally often", stall
-            )
+            logger.warning("%s; ranks must push the same tensors, and come to barriers, equally often", stall)
 
     def _has_ended(self, now: float) -> bool:
         """True if no node will send a message. Raises :class:`PeerLostError` if the job has failed."""

@@ -72,7 +72,7 @@ class Dispatcher:
     # ── messages ────────────────────────────────────────────────────────────────────────────────
 
     def receive(self, route: bytes, descriptor: int, frames: Sequence[memoryview]) -> None:
-        """Handles a message. One that is invalid is counted and dropped.
+        """Handles a message. An invalid one is counted and dropped.
 
         Args:
             route: the routing identity of its sender.
@@ -134,7 +134,8 @@ class Dispatcher:
         return actions
 
     def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
-        """Asks the peer of a rank to repeat a damaged message. Another peer gets no reply."""
+        """Asks for a damaged message again, if the peer has the rank that the message names. Any other peer
+        gets no reply."""
         match error.message:
             case Push() as push if self._workers.is_of(push, peer):
                 return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]

@@ -1,4 +1,4 @@
-"""Receive queue: how many pushes libzmq may hold unread, and what that takes of the byte budget.
+"""Receive queue: how many pushes libzmq may hold unread, and their part of the byte budget.
 
 libzmq reads ahead for each worker while the server sums. It has no limit in bytes, only one in messages
 (``RCVHWM``), which is computed here from the largest message and the number of workers. With many workers,

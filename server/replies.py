@@ -96,7 +96,7 @@ class ReplySender:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
-                # The worker's connection is gone. Whether the worker is gone, its lease decides.
+                # The worker's connection is gone. Its lease decides whether the worker is also gone.
                 logger.debug("peer %s is not connected", peer.hex())
                 continue
             if shared is not None:
@@ -124,7 +124,7 @@ class ReplySender:
     def _drop(self, peer: bytes, route: bytes, reason: str) -> None:
         """Stops serving a worker that does not read: frees its send queue, and cuts its connection.
 
-        The memory that it was lent stays lent until its process has ended, as it may still read answers.
+        The memory that it was lent stays lent until its process has ended, because it may still read answers.
         """
         name = self._workers.name_of(peer)
         self.dropped[peer] = f"{name} was dropped by the server at {self._address}: {reason}"

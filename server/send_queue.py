@@ -1,8 +1,8 @@
 """Per-peer send queue with a byte limit (backpressure).
 
-What a peer has not taken yet waits in libzmq's queue. While that is more than its limit, no round opens
-(:mod:`.rounds.admission`), so that the queue of a peer on a slow link does not grow for ever. A peer that
-stays connected but takes nothing has to be dropped.
+Messages that a peer has not taken yet wait in libzmq's queue. While their bytes exceed the peer's limit, no
+round opens (:mod:`.rounds.admission`), so that the queue of a peer on a slow link does not grow for ever. A
+peer that stays connected but takes nothing must be dropped.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SendQueue:
             self._full.setdefault(peer, 0)
 
     def is_any_full(self) -> bool:
-        """True while more waits for some peer than may."""
+        """True while more bytes wait for some peer than its limit allows."""
         for peer in [*self._full]:
             self._drop_sent(peer, self._queues[peer])
         return bool(self._full)

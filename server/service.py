@@ -1,6 +1,6 @@
-"""Server process: its sockets, its event loop, and what it tells the scheduler.
+"""Server process: its sockets, its event loop, and its messages to the scheduler.
 
-One thread receives, reduces and sends. What it does with a push is in :mod:`.dispatch`. To use more cores,
+One thread receives, reduces and sends. :mod:`.dispatch` handles pushes. To use more cores,
 run more servers: slots move to them.
 """
 
@@ -97,7 +97,7 @@ class _Service:
         keep_freed_memory(keep_bytes)
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
-        # A worker that computes reads nothing, and what was sent to it may be all that the budget admits.
+        # A worker reads nothing while it computes, and the unread answers may take the whole budget.
         send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
         self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
@@ -136,7 +136,7 @@ class _Service:
             try:
                 self._serve_until_told()
             finally:
-                # However it ends: other nodes should not have to wait until this server's lease expires.
+                # However this server ends, other nodes should not have to wait until its lease expires.
                 self._link.leave()
         finally:
             self._authenticator.close()
@@ -177,7 +177,7 @@ class _Service:
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 
     def _on_scheduler(self) -> bool:
-        """Handles what the scheduler sent; True if this server has to end."""
+        """Handles the scheduler's messages; True if this server must end."""
         for message in self._link.receive():
             match message:
                 case View():

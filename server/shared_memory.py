@@ -68,8 +68,8 @@ class SharedMemoryPeers:
     Args:
         cluster: the job, and whether memory is shared at all.
         address: of the data socket; workers derive the name of the Unix socket from it.
-        keep_bytes: at most so much unused memory is kept, and at most so much is lent to one worker. Results
-            beyond that travel.
+        keep_bytes: the most unused memory that is kept, and the most memory that is lent to one worker.
+            Further results are sent by TCP.
         poller: gets the descriptor of the listener; when it is readable, :meth:`attend` has something to do.
 
     Attributes:
@@ -130,7 +130,8 @@ class SharedMemoryPeers:
         return values if self._arena.find(values) is not None else self._arena.copy(values)
 
     def find(self, identity: bytes, frames: Sequence[memoryview]) -> Shared | None:
-        """The offset and size by which a worker reads the last of ``frames``; None if it has to travel."""
+        """The offset and size by which a worker reads the last of ``frames``; None if it must be sent by
+        TCP."""
         peer = self._peers.get(identity)
         if peer is None or not frames or frames[-1].nbytes < COPY_BELOW_BYTES:
             return None

@@ -32,7 +32,7 @@ class Workers:
         return {worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left}
 
     def recognise(self, peer: bytes, route: bytes) -> None:
-        """Notes by which routing identity a worker is reached. Its messages come from there alone.
+        """Notes the routing identity of a worker, from which alone its messages may come.
 
         Raises:
             ProtocolError: it has been heard from another already.

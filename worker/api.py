@@ -27,8 +27,8 @@ logger = logging.getLogger("zenps.worker")
 def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     """Joins the cluster and waits until it is complete. Without ``cluster.scheduler``, the world has size 1.
 
-    Called again with the same settings, it does nothing. After :func:`shutdown` it joins again, where servers
-    and scheduler wait for that: under ``zenps launch``, or with ``cluster.rejoin_seconds``.
+    Called again with the same settings, it does nothing. After :func:`shutdown` it joins again, if servers
+    and scheduler wait for workers: under ``zenps launch``, or with ``cluster.rejoin_seconds``.
 
     Settings come from ``sets`` (``"section.field=value"``), the environment and the file ``config``
     (default ``zenps.toml``), in this order; torchrun's ``RANK`` is honoured. Until :func:`shutdown`, SIGTERM
@@ -61,10 +61,10 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
 def shutdown() -> None:
     """Leaves the cluster. Rounds in flight fail. A second call does nothing.
 
-    Waits up to two seconds for the other workers to call this: until then, the loss of a server could make
-    this worker's last gradients needed again. A worker that exits without calling this leaves without that
-    wait. With ``sync.consistency = ssp`` all optimizers are drained before, unless an exception is handled;
-    errors of that are raised once this worker has left.
+    Waits up to two seconds for the other workers to call this: until then, others could need this worker's
+    last gradients again if a server is lost. A worker that exits without calling this leaves without that
+    wait. With ``sync.consistency = ssp`` all optimizers are drained first, unless an exception is being
+    handled; errors of the drain are raised once this worker has left.
 
     A signal handler may call this and then ``sys.exit()``. Within :func:`init` it does nothing: there is no
     cluster to leave yet.
@@ -116,8 +116,8 @@ def sparsifier_state_dict() -> dict[str, Any]:
 def load_sparsifier_state_dict(state: Mapping[str, Any]) -> None:
     """Continues from a state that :func:`sparsifier_state_dict` has returned on the same rank.
 
-    Call it before the first step. Each tensor takes its state when it is pushed: a tensor of another size, or
-    one that the state does not have, raises UsageError then.
+    Call it before the first step. Each tensor takes its state when it is pushed: UsageError is raised then
+    for a tensor of another size, or that the state does not have.
 
     Raises:
         UsageError: the state is of another sparsifier, rank or world size.
@@ -144,15 +144,15 @@ def push_pull_async(tensor: Tensor, name: str, average: bool = True, priority: i
 
     Args:
         tensor: on the CPU or a CUDA device, of float16, bfloat16, float32, float64, int64, int32, int16, int8
-            or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. One on
-            the CPU may be changed once this returns, one on a CUDA device once its result is there. A
-            parameter is taken as its values; a tensor that autograd follows has to be detached.
+            or uint8; bool has an average only. Strided of any shape, or sparse COO, coalesced or not. A
+            tensor on the CPU may be changed once this returns, a tensor on a CUDA device once its result is
+            there. A parameter is taken as its values; a tensor that autograd follows must be detached.
         name: the same on all ranks and in all steps, and in flight once at a time.
         average: divide by the number of ranks, after summing in float32 or wider. Averages of integers and
-            bool are float64: they are divided truly, as by ``/``, never rounded.
+            bool are float64 and never rounded to integers, as by ``/``.
         priority: under ``sync.scheme = byteps``, pushes that wait for the network are sent by falling
-            priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake others
-            that were pushed before. Other schemes send in order.
+            priority, in chunks of ``sync.chunk_bytes``. So a tensor that is needed first can overtake tensors
+            that were pushed before it. Other schemes send in order.
 
     Raises:
         TensorError: the tensor cannot be synchronised; nothing was sent. If indices of a tensor on a CUDA

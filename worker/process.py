@@ -70,14 +70,15 @@ class Process:
         :meth:`leave` on the thread that holds it."""
         self._is_joining = self._is_leaving = False
         self._owner = -1
-        """The process that joined. A fork, such as a DataLoader's, inherits this state but is no worker."""
+        """The process that joined. A fork, such as a DataLoader's, inherits this state but is not a
+        worker."""
         self._joined_by_parent: World | None = None
-        """In a fork: the cluster of its parent, whose threads a fork does not have. It is kept, so that
-        nothing of it is closed here."""
+        """In a fork: the cluster of its parent, whose threads a fork does not have. The fork keeps it, and so
+        closes nothing of it."""
         self._scheduler = ""
         """The scheduler's address in the last cluster that this process has joined."""
         self._numbers: defaultdict[str, set[int]] = defaultdict(set)
-        """The taken numbers of prefixes, by kind: in this world, or in the next one if there is none."""
+        """The taken numbers of prefixes, by kind: in this world, or if there is none, in the next one."""
         self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
@@ -161,8 +162,8 @@ class Process:
     def leave(self, *, together: bool = False) -> None:
         """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing.
 
-        A signal handler may call this, too. Within :meth:`join` it does nothing; within this method it leaves
-        without waiting for what the interrupted call waits for.
+        A signal handler may also call this. Within :meth:`join` it does nothing; within this method it leaves
+        at once, without the wait of the interrupted call.
         """
         with self._changing:
             if (world := self._world) is None:
@@ -179,7 +180,7 @@ class Process:
                     self._restore_sigterm()
 
     def before_leaving(self, call: Callable[[], None]) -> None:
-        """Has a method called whenever this process leaves together with others, while its object lives."""
+        """Calls a method, while its object lives, whenever this process leaves together with others."""
         living = [each for each in self._before_leaving if each() is not None]
         self._before_leaving = [*living, weakref.WeakMethod(call)]
 
@@ -194,7 +195,7 @@ class Process:
             self.leave()
 
     def after_fork(self) -> None:
-        """In a new fork: it is no worker of its parent's cluster."""
+        """Called in a new fork, which is not a worker of its parent's cluster."""
         if self._world is not None and self._world.is_distributed:
             self._joined_by_parent, self._world = self._world, None
         self._changing = threading.RLock()  # another thread of the parent may hold it

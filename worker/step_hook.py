@@ -1,7 +1,7 @@
 """Optimizer step hook: a warning where an optimizer steps and no gradient was pushed.
 
-Frameworks that wrap the model themselves may ignore the communication hook that they are given, and say
-nothing. Then DDP averages gradients in its own way, or nobody does.
+Frameworks that wrap the model themselves may silently ignore the communication hook that they are given. Then
+DDP averages gradients in its own way, or nobody averages them.
 """
 
 from __future__ import annotations

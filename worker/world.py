@@ -45,7 +45,7 @@ class World(ABC):
         spans: for a timeline.
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
-        averager: averages models within groups of workers; None if there is nobody to average with.
+        averager: averages models within groups of workers; None if there is no other worker to average with.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -106,9 +106,8 @@ class World(ABC):
 
     @abstractmethod
     def residual_name(self, request: Request) -> str | None:
-        """Returns the name under which a gradient's residual is kept; None if all of it is pushed.
-
-        All ranks know the same, also those on which there is no residual.
+        """Returns the name under which a gradient's residual is kept; None if all of it is pushed. The answer
+        is the same on all ranks, even on ranks that have no residual.
         """
 
     @abstractmethod
@@ -180,7 +179,7 @@ class ClusterWorld(World):
     """The workers of a cluster.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: the backend whose tensors may wait for a GPU.
         backend: for all requests.
         averager: of models, or None.
@@ -189,7 +188,7 @@ class ClusterWorld(World):
         opened: everything that was opened for this worker; closed last.
 
     Attributes:
-        has_reduced: True once a floating-point tensor was pushed that is no broadcast.
+        has_reduced: True once a floating-point tensor was pushed that is not a broadcast.
     """
 
     is_distributed = True
@@ -255,7 +254,7 @@ class ClusterWorld(World):
                 return _begin(self._backend, request)
             except ZenPSError:
                 raise
-            except RuntimeError as error:  # as torch raises where a device fails, such as for want of memory
+            except RuntimeError as error:  # torch raises it if a device fails, or lacks memory
                 raise TensorError(f"tensor {name!r}: {error}") from error
 
     def residual_name(self, request: Request) -> str | None:
@@ -270,7 +269,7 @@ class ClusterWorld(World):
             self._session.lease.barrier()
 
     def has_joining_workers(self) -> bool:
-        """Returns what the scheduler's last answer to a heartbeat says."""
+        """Returns whether workers wait to be admitted, as the scheduler's last answer to a heartbeat says."""
         return self._session.lease.joining > 0
 
     def admit(self) -> None:
@@ -314,7 +313,7 @@ def _begin(backend: Backend, request: Request) -> Pending:
         return backend.begin(request)
     tensor = tensor.detach()
     if tensor.is_sparse and dtype == torch.bool:
-        tensor = tensor.coalesce()  # a logical or of duplicates, which as numbers would add up to more than 1
+        tensor = tensor.coalesce()  # a logical or of duplicates, because their sum as numbers could exceed 1
     wide = tensor.to(torch.float64 if is_divided else torch.int64)
     options = structs.replace(options, given=options.given or describe(tensor))
     pending = backend.begin(Request(wide, name, options))

@@ -85,7 +85,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker takes a module with this function to have every name
+if not TYPE_CHECKING:  # a type checker assumes that a module with this function has every name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

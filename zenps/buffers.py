@@ -33,7 +33,7 @@ class BufferPool:
     """Leases CPU memory that returns to the pool by itself. May be used from any thread.
 
     Args:
-        keep_bytes: at most so much unused memory is kept. Blocks of the sizes that were used least recently
+        keep_bytes: the most unused memory that is kept. Blocks of the sizes that were used least recently
             make room for others: a model's shapes may change, and some are only used once.
         allocate: makes a block of the given number of bytes; by default from ordinary memory.
         smallest_bytes: smaller requests are served from ordinary memory, not from the pool.
@@ -95,14 +95,14 @@ class BufferPool:
         return torch.from_numpy(allocation)[:wanted_bytes]
 
     def close(self) -> None:
-        """Drops unused memory, and from now on also what is given back. May be called again."""
+        """Drops unused memory, and from now on also memory that is given back. May be called again."""
         self.keep_bytes = 0
         self._free.clear()
 
     def _pop(self, size: int) -> NDArray[np.uint8] | None:
         try:
             return self._free[size].pop()
-        except (KeyError, IndexError):  # no test before: another thread might take the block in between
+        except (KeyError, IndexError):  # not tested before: another thread might take the block in between
             return None
 
     def _kept_bytes(self) -> int:

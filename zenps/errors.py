@@ -12,9 +12,10 @@
     ├── PeerLostError         a node that others need is gone
     └── ProtocolError         bytes from the network were refused
 
-Each is also the built-in exception that code of its kind catches: ``TensorError`` is a ``TypeError``,
-``DeadlineError`` a ``TimeoutError``, ``PeerLostError`` a ``ConnectionError``. For wrong calls and ranks that
-disagree torch raises ``RuntimeError`` or ``ValueError``; ``UsageError`` and ``MismatchError`` are both.
+Each is also the built-in exception that Python code raises in such a case: ``TensorError`` is a
+``TypeError``, ``DeadlineError`` a ``TimeoutError``, ``PeerLostError`` a ``ConnectionError``. For wrong calls
+and ranks that disagree torch raises ``RuntimeError`` or ``ValueError``; ``UsageError`` and ``MismatchError``
+are both.
 
 The first four kinds need a change of the program or its settings. ``DeadlineError`` and ``PeerLostError``
 need a look at the cluster. ``ProtocolError`` is handled inside ZenPS, which drops, counts and logs such
@@ -118,7 +119,7 @@ class PeerLostError(ZenPSError, ConnectionError):
 
 
 class ProtocolError(ZenPSError, ValueError):
-    """Raised when received bytes are no valid message of this job. ZenPS drops, counts and logs them.
+    """Raised when received bytes are not a valid message of this job. ZenPS drops, counts and logs them.
 
     If they come from a node of this job, see whether all nodes run the same version.
 

@@ -1,9 +1,9 @@
 """Finalizers: callbacks for dropped objects, run later, at a point where their exceptions are not lost.
 
 Python drops an exception that is raised while a finalizer runs ("Exception ignored in …"). A signal handler
-may run there, too, so a Ctrl-C at that moment would be lost. A script may drop a result anywhere. So
-dropping an object runs no Python code here: it only queues the finalizer. Queued finalizers run when memory
-is needed next.
+may also run there, so a Ctrl-C at that moment would be lost. A script may drop a result anywhere. So dropping
+an object runs no Python code here: it only queues the finalizer. Queued finalizers run when memory is needed
+next.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 
 class _End(weakref.ref[object]):
-    """Refers to an object, and knows what follows its end."""
+    """A weak reference to an object, with the function to call once the object is gone."""
 
     __slots__ = ("args", "function")
 
@@ -22,7 +22,7 @@ class _End(weakref.ref[object]):
     args: tuple[object, ...]
 
 
-# The references are kept here: one that is itself gone calls nothing.
+# This keeps the weak references alive: one that is itself dropped would call nothing.
 _awaited: dict[int, _End] = {}
 _ended: deque[_End] = deque()
 
@@ -46,12 +46,13 @@ def run_finalizers() -> None:
             return
         if _awaited.pop(id(end), None) is not None:
             end.function(*end.args)
-        del end  # its arguments may be the next to end
+        del end  # dropping its arguments may queue the next finalizer
 
 
 def release_finalizers() -> None:
-    """Has Python itself call what follows the ends of objects that still live. Call it when nobody will call
-    :func:`run_finalizers` for long, so that they would keep memory and descriptors.
+    """Hands the finalizers of objects that are still alive to Python, which runs them when these are dropped.
+    Call it when nobody will call :func:`run_finalizers` for long: memory and descriptors would be kept until
+    then.
     """
     run_finalizers()
     for key, end in list(_awaited.items()):

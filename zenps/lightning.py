@@ -1,6 +1,6 @@
 """Lightning strategy: DistributedDataParallel whose gradients go over ZenPS.
 
-Lightning registers the communication hook that ``DDPStrategy`` is given on a GPU only, and says nothing.
+Lightning registers the communication hook of a ``DDPStrategy`` only on a GPU, and does not say so.
 """
 
 from __future__ import annotations

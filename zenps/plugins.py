@@ -49,8 +49,7 @@ class Registry(Generic[Plugin]):
             name: a built-in; else an entry point of the group; else a class, as ``package.module:Class`` or
                 ``package.module.Class``.
 
-        Raises:
-            ConfigError: there is no such thing, it cannot be imported, or it is no such class.
+        Raises: ConfigError: it does not exist, cannot be imported, or is not a class of this kind.
         """
         found: object = self._built_in.get(name)
         if found is None:

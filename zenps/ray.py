@@ -30,17 +30,17 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         with Cluster(workers=2, servers=2) as cluster:
             TorchTrainer(cluster.wrap(train), scaling_config=ScalingConfig(num_workers=2)).fit()
 
-    A worker that fails ends the job, so that Ray Train must not start it again in the same block.
+    A worker that fails ends the job, so Ray Train must not start it again in the same block.
 
     Args:
         workers: those of Ray Train.
         servers: each takes a CPU of the Ray cluster. Ray spreads them over its nodes.
-        settings: of all roles, as ``"section.field=value"``. Those of the environment and of ``zenps.toml``
-            apply to workers alone.
+        settings: of all roles, as ``"section.field=value"``. Settings of the environment and of
+            ``zenps.toml`` apply to workers only.
 
     Raises:
         ConfigError: a setting is wrong.
-        DeadlineError: Ray has not started scheduler and servers in ``cluster.rendezvous_seconds``.
+        DeadlineError: Ray has not started scheduler and servers within ``cluster.rendezvous_seconds``.
     """
 
     def __init__(self, workers: int, servers: int = 1, settings: Sequence[str] = ()) -> None:
@@ -71,7 +71,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
 
         @functools.wraps(train)
         def wrapped(*arguments: Any) -> Any:
-            # Imported here: it loads torch, which the scheduler's actor does without.
+            # Imported here, because it loads torch, which the scheduler's actor does not need.
             from zenps.worker.api import init, shutdown
 
             init(sets=settings)

@@ -29,7 +29,7 @@ class Termination:
             signal.signal(signal.SIGINT, self._on_signal)
 
     def check(self) -> None:
-        """Raises what the handler has raised, if a signal has come: that may have been dropped.
+        """Raises the handler's exception again, if a signal has come: Python may have dropped it.
 
         Raises:
             KeyboardInterrupt: after SIGINT.

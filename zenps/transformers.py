@@ -26,8 +26,8 @@ class Callback(TrainerCallback):
     """Registers :func:`zenps.comm_hook` with the wrapped model: ``trainer.add_callback(Callback(trainer))``.
 
     Call ``zenps.init()`` before ``trainer.train()``, which raises what the hook raises. Gradients are clipped
-    by :func:`zenps.clip_grad_norm_`: Trainer computes their norm in each step, and its own way fails for
-    sparse ones.
+    by :func:`zenps.clip_grad_norm_`: Trainer computes their norm in each step, and its own function fails for
+    sparse gradients.
 
     Raises:
         UsageError: from ``trainer.train()``, if there are several workers, and Trainer has not wrapped the
@@ -40,9 +40,9 @@ class Callback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Registers the hook: the model is wrapped by now, and no gradient computed."""
         model = self._trainer.model_wrapped
-        model = getattr(model, "_orig_mod", model)  # with torch_compile, DDP is within what is compiled
+        model = getattr(model, "_orig_mod", model)  # with torch_compile, DDP is inside the compiled module
         if isinstance(model, DistributedDataParallel):
-            if model not in _hooked:  # a second training has the wrapper of the first, which takes one hook
+            if model not in _hooked:  # a second training has the wrapper of the first
                 model.register_comm_hook(CommHookState(), comm_hook)
                 _hooked.add(model)
         elif PROCESS.world.size > 1:

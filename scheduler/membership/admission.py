@@ -15,7 +15,7 @@ class JoiningWorkers:
         self._ready: set[bytes] = set()
 
     def add(self, node: Node) -> None:
-        """Adds a registered worker, with the rank that it wants or else the lowest free rank."""
+        """Adds a registered worker, with the rank that it requests, or else the lowest free rank."""
         node.rank = node.rank if node.rank >= 0 else self._members.free_rank("worker")
         node.state = "waiting"
         self._members.add(node)

@@ -51,8 +51,8 @@ class Barriers:
         self._open: dict[int, _Barrier] = {}
         self._failed, self._reason = 0, ""
         """The number of the last counted barrier that has failed, and why. The workers that were told so have
-        gone on. A late worker gets the same answer: it would wait there alone, and stay behind the others for
-        good. A restarted scheduler does not know it until another barrier fails."""
+        gone on. A late worker gets the same answer: otherwise it would wait there alone, and stay behind the
+        others for good. A restarted scheduler does not know it until another barrier fails."""
         self.passed = 0
         self.ended = False
 
@@ -68,7 +68,7 @@ class Barriers:
         if gone and not self._is_elastic:
             error = f"barrier {sequence}: {names(gone)} left before it"
             return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
-        if sequence != LAST_BARRIER:  # a worker waits at one counted barrier, or any number would stay open
+        if sequence != LAST_BARRIER:  # else any number of barriers could stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
         world_size = len(self._members.present("worker"))
         barrier = self._open.setdefault(sequence, _Barrier(now + self._deadline_seconds))

@@ -16,10 +16,10 @@ KEPT: Final = 32
 """Older changes are dropped."""
 
 INTERVAL_SECONDS: Final = 0.25
-"""How often states are compared. States that last for less, such as confirming, may be missed."""
+"""How often states are compared. Shorter states, such as confirming, may be missed."""
 
 FEW: Final = 3
-"""If more nodes than these change to the same state at once, they are counted and not named."""
+"""If more nodes than this change to the same state at once, they are counted and not named."""
 
 
 class Changes:

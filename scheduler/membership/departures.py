@@ -63,7 +63,7 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
 
 
 def reply_to_departed(job: Job, node: Node) -> list[Send]:
-    """Tells a node why it is no member any more, unless it has left."""
+    """Tells a node why it is not a member any more, unless it has left."""
     if job.state == "failed":
         return [Send(node.peer, Refused("lost", f"the job has failed: {job.failure}"))]
     if node.state == "lost":

@@ -42,7 +42,7 @@ class Drains:
         return [], True
 
     def cancel(self) -> list[Send]:
-        """All other servers are gone: the servers that are being drained have to stay."""
+        """All other servers are gone: the servers that are being drained must stay."""
         leaving = self._members.with_state("server", "leaving")
         for node in leaving:
             self._members.set_state(node, "present")

@@ -134,11 +134,11 @@ class Job:
     # ── elastic jobs ────────────────────────────────────────────────────────────────────────────
 
     def can_shrink(self) -> bool:
-        """True if the present workers continue without one that is gone."""
+        """True if the present workers continue without a worker that is gone."""
         return self.cluster.is_elastic and bool(self.members.present("worker"))
 
     def remove_worker(self, gone: Node, now: float) -> list[Send]:
-        """The others continue without a worker. They may have waited for this worker alone."""
+        """The others continue without a worker. Perhaps they waited for this worker alone."""
         if self.joining.are_all_ready():
             return self._admit(now)
         return self.barriers.on_removed(gone) + self.begin_epoch("a worker removed", now)
@@ -208,7 +208,7 @@ class Job:
     def start_recovery(self, now: float) -> None:
         """A node with the view of an earlier scheduler has returned.
 
-        The nodes that registered before have to do so again, once it is known which of them are members. The
+        The nodes that registered before must do so again, once it is known which of them are members. The
         generation of the members is not known yet.
         """
         self.advance("recovery started")
@@ -224,7 +224,8 @@ class Job:
         is_whole_set = new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers
         if is_whole_set and not self.recovery.has_returned("worker"):
             return self._begin_anew(now)
-        # If all workers had left before, the job is over, but the nodes of another get time to begin it.
+        # If all workers had left before, the job is over, but the nodes of another job get time to begin
+        # theirs.
         has_workers = any(node.role == "worker" for node in self.members)
         return self.recover(now) if has_workers and not self.recovery.missing() else []
 
@@ -282,7 +283,8 @@ class Job:
     def drain_servers(self, now: float) -> list[Send]:
         """The last worker has left. Servers stop, unless workers may join again or torchrun may start others.
 
-        After a failure, torchrun takes a while to start them. After the last barrier it hardly ever does.
+        After a failure, torchrun takes a while to start them. After the last barrier torchrun hardly ever
+        starts others.
         """
         self.advance("workers left")
         joining = self.joining.waiting()
@@ -318,7 +320,8 @@ class Job:
         return self.ended.issuperset(range(self.cluster.workers))
 
     def end_if_drained(self) -> list[Send]:
-        """Ends the job if the last server is gone, unless workers may join again: then a server may, too."""
+        """Ends the job if the last server is gone, unless workers may join again: then a server may also
+        join."""
         if not self.members.alive() and not self.is_open_again:
             self.advance("servers left")
             self.until = math.inf

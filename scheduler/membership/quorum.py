@@ -37,9 +37,9 @@ def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
 class Quorum:
     """Whether this scheduler may continue with the members that it has.
 
-    A quorum is counted by the members of one view, the *base*. Any quorum of the base has to know the newest
-    view, so that a scheduler restarted with that quorum recovers the newest view. Therefore a newer view
-    becomes the base only once enough members of the old base have it.
+    A quorum is counted by the members of one view, the *base*. Any quorum of the base must know the newest
+    view, so that a scheduler restarted with that quorum recovers that view. Therefore a newer view becomes
+    the base only once enough members of the old base have it.
 
     Args:
         members: the table of nodes.
@@ -76,7 +76,7 @@ class Quorum:
         return sorted(self._base - self._here(), key=lambda each: (each.role, each.rank))
 
     def _here(self) -> set[Member]:
-        """The nodes that are at no other scheduler: those that are here, and those that have ended."""
+        """The nodes that cannot be at another scheduler: those that are here, and those that have ended."""
         return {_known(node.member) for node in self._members if not node.may_be_elsewhere}
 
     def _advance(self) -> None:
@@ -93,7 +93,7 @@ class Quorum:
         """Returns whether the members ``part`` are enough to continue.
 
         If another scheduler has made the base, they must be a quorum of it. If this scheduler has made it, it
-        is enough that the other members are no quorum.
+        is enough that the other members are not a quorum.
         """
         here = self._base.intersection(part)
         if self._is_ours:
@@ -102,5 +102,5 @@ class Quorum:
 
 
 def _known(member: Member) -> Member:
-    """The member as all views have it: those of workers have no identities."""
+    """The member without its identity, which the views of workers lack."""
     return Member(member.role, member.rank, member.host, member.pid, member.address, "")

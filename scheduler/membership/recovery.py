@@ -1,4 +1,4 @@
-"""Recovery of a restarted scheduler: it learns from returning members what the job was.
+"""Recovery of a restarted scheduler: it learns the state of the job from returning members.
 
 A scheduler keeps nothing on disk. It asks nodes that it does not know to register again. Members register
 with their view, and the newest of these views is the job as it was. A node that is left over from a dead job
@@ -23,9 +23,9 @@ class Recovery:
 
     Attributes:
         newest: the newest view of the job whose workers return; None before the first view of any job.
-        generation: the newest generation of the workers that registered and were no members, but started by
-            torchrun.
-        waiting: nodes without a view that were no members, by routing identity. They register once the
+        generation: the newest generation of the workers that torchrun has started and that registered without
+            being members.
+        waiting: nodes without a view that were not members, by routing identity. They register once the
             recovery is over.
     """
 
@@ -37,7 +37,7 @@ class Recovery:
         self._views: dict[int, View] = {}
         """The newest view of each job, by the job's origin."""
         self._others: dict[bytes, Node] = {}
-        """Nodes with a view that are no members: they are of another job, or were lost or drained."""
+        """Nodes with a view that are not members: they belong to another job, or were lost or drained."""
 
     def readmit(self, peer: bytes, message: Register, now: float) -> None:
         """Adds a node that was a member. Another node waits, if it has no view."""
@@ -50,7 +50,8 @@ class Recovery:
         self._place(node)
 
     def drop_silent(self, since: float) -> None:
-        """Drops nodes that are no members and have not registered since then. Those alive register again."""
+        """Drops nodes that are not members and have not registered since then. Those that are alive register
+        again."""
         self.waiting = {peer: node for peer, node in self.waiting.items() if node.last_heard >= since}
         self._others = {peer: node for peer, node in self._others.items() if node.last_heard >= since}
         if len(self._views) > 1:
@@ -63,7 +64,8 @@ class Recovery:
         return any(node.register.view is not None for node in self._members.present(role))
 
     def new_nodes(self) -> list[Node]:
-        """Returns the nodes without a view, also those taken for members: they may all be another job's."""
+        """Returns the nodes without a view, including those taken for members: they may all belong to another
+        job."""
         taken = [node for node in self._members.alive() if node.register.view is None]
         return [*taken, *self.waiting.values()]
 
@@ -96,7 +98,7 @@ class Recovery:
         return is_behind or before != {(node.role, node.rank) for node in present}
 
     def restore_left(self, now: float) -> None:
-        """Adds the workers that had left before: rounds and barriers that wait for them have to fail."""
+        """Adds the workers that had left before: rounds and barriers that wait for them must fail."""
         left = self._view.left
         for node in self._members:
             if node.role == "worker" and node.rank in left:  # it has left, and registered once more
@@ -129,7 +131,7 @@ class Recovery:
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
 
-        Only servers' views have the identities of workers. If the view has one, it has to be the same. With
+        Only servers' views have the identities of workers. If the view has one, it must be the same. With
         keys, a node can have no other rank than the one with which it registers.
         """
         alike = [m for m in self._before() if _process(m) == _process(message)]
@@ -140,7 +142,7 @@ class Recovery:
         return message.rank if message.rank in ranks else None
 
     def _learn(self, view: View) -> None:
-        """Follows the newest view: nodes that returned with an older one may be members no more."""
+        """Follows the newest view: nodes that returned with an older one may not be members any more."""
         known = self._views.get(view.origin)
         if known is None or view.epoch > known.epoch or _is_fuller(view, known):
             self._views[view.origin] = view
@@ -157,7 +159,8 @@ class Recovery:
             self._place(node)
 
     def _likeliest(self) -> View:
-        """Returns the newest view of the job whose workers return; of several, of the one that misses fewest.
+        """Returns the newest view of the job whose workers return; if there are several such jobs, of the one
+        that misses fewest.
 
         There are several if a node that is left over from a dead job has not heard of its end.
         """
@@ -181,8 +184,8 @@ class Recovery:
     def _epoch_of(self, view: View | None) -> int:
         """Returns which epoch a node with this view has applied; 0 without a view.
 
-        Two schedulers may have made different views of one epoch. Nodes with the other's view count as
-        behind, so that all nodes get a new view.
+        Two schedulers may have made different views of one epoch. Nodes with the other scheduler's view count
+        as behind, so all nodes get a new view.
         """
         if view is None:
             return 0
@@ -196,7 +199,7 @@ def _workers_of(view: View) -> list[Member]:
 
 
 def _is_fuller(view: View, known: View) -> bool:
-    """Returns whether a server's view comes after a worker's, which is the same but for identities."""
+    """Returns whether ``view`` has workers' identities, which ``known``, else the same view, lacks."""
     is_same = (view.epoch, view.incarnation) == (known.epoch, known.incarnation)
     return is_same and any(w.identity for w in view.workers) > any(w.identity for w in known.workers)
 

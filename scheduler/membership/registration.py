@@ -14,11 +14,11 @@ from .members import ALIVE, Members, is_on_loopback
 
 Settings = dict[str, str | int | float]
 
-# Other settings limit these. Their values may differ although all nodes were given the same one.
+# Other settings limit these, so their values may differ although all nodes were given the same one.
 LIMITED = {"sync.chunk_bytes": " (cluster.server_budget_bytes and cluster.workers limit it)"}
 
 _REJOIN: Final = "start another, or set cluster.rejoin_seconds for the scheduler if workers join again"
-_ENDED: Final = f"this job has ended, for all its workers have left; {_REJOIN}"
+_ENDED: Final = f"this job has ended, because all its workers have left; {_REJOIN}"
 _ENDS: Final = f"a worker has left this job, which ends when all its workers have left; {_REJOIN}"
 
 

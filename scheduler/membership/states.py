@@ -72,6 +72,6 @@ JOB: Final[Transitions[JobState, JobEvent]] = {
 
 ``another job begins``: the nodes that return are left over from a dead job, and others wait. ``confirming``:
 servers learn of a new view, which workers get once all servers have it. ``a worker left``: the view still
-names it, so that rounds that wait for it fail. ``a worker removed``: an elastic job continues without it, and
-the view does not name it.
+names it, so rounds that wait for it fail. ``a worker removed``: an elastic job continues without it, and the
+view does not name it.
 """

@@ -2,7 +2,7 @@
 
 Events come in as method calls with the time, and messages to send come out as a list. The states are those of
 :data:`.states.JOB`. Each change of members makes a new view. Servers get it first, and workers get
-it once all servers have it: so no push reaches a server that does not know the ring by which it was sharded.
+it once all servers have it: so every server knows the ring by which the pushes that it gets were sharded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
 """A tick may be late by this part of a lease, the interval of heartbeats. If it is later, the scheduler may
-have heard nobody meanwhile."""
+have received nothing meanwhile."""
 
 
 class Membership:
@@ -54,7 +54,7 @@ class Membership:
         settings: the scheduler's own :func:`~zenps.config.shared.shared_settings`.
         now: the time of creation; all other times are on the same clock.
         secret: known to the job's schedulers alone, for seals of views; empty without keys.
-        incarnation: a random number by which nodes tell this scheduler from another. If it is 0, they cannot.
+        incarnation: a random number that distinguishes this scheduler from others; if it is 0, nodes cannot.
 
     Attributes:
         step: the latest step that a worker has reported; None before the first.
@@ -100,7 +100,7 @@ class Membership:
         if node.state in ("lost", "left"):
             return departures.reply_to_departed(self._job, node)
         if isinstance(message, Heartbeat) and self._is_for_another(message):
-            return [Send(peer, WhoAreYou(self._incarnation))]  # it renews no lease here until it registers
+            return [Send(peer, WhoAreYou(self._incarnation))]  # its lease is not renewed until it registers
         node.last_heard = now
         if self.state == "failed" and not isinstance(message, Leave):
             return departures.reply_to_departed(self._job, node)
@@ -150,7 +150,7 @@ class Membership:
         return departures.on_lost(self._job, node, now, why, has_ended=True)
 
     def abort(self, reason: str) -> list[Send]:
-        """The scheduler has to end before the job has: fails the job."""
+        """The scheduler must end before the job has ended: fails the job."""
         sends = self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
         return sends + self._register_waiting(math.inf)
 
@@ -181,7 +181,7 @@ class Membership:
         return self._job.stragglers.seconds()
 
     def stragglers(self, now: float) -> list[str]:
-        """Returns a log message for each worker that has to be named as a straggler now."""
+        """Returns a log message for each worker that must be named as a straggler now."""
         workers = {node.rank: node for node in self._job.members.present("worker")}
         return [
             f"{workers[late.rank].member} is slow: others waited {late.late_seconds:.1f} s for it "
@@ -191,7 +191,7 @@ class Membership:
         ]
 
     def stall(self, now: float) -> str:
-        """Returns a log message if a stall has to be named now, or else an empty string."""
+        """Returns a log message if a stall must be named now, or else an empty string."""
         return self._stalls.newly_named(self._working(), now)
 
     def stalled(self, now: float) -> list[tuple[int, str, float]]:
@@ -284,7 +284,8 @@ class Membership:
         return departures.on_leave(self._job, before, now)
 
     def _is_for_recovery(self, message: Register) -> bool:
-        """True if the job recovers, or has to, because this node has a view and the scheduler has none."""
+        """True if the job recovers, or must begin to, because this node has a view and the scheduler has
+        none."""
         begins = message.view is not None and self.epoch == 0 and not self._job.has_replaced
         return begins or self.state == "recovering"
 
@@ -308,7 +309,8 @@ class Membership:
         if self.state == "recovering" or not waiting:
             return []
         self._job.recovery.waiting = {}
-        # Some may have died meanwhile, and others taken their place: the nodes heard last come first.
+        # Some may have died meanwhile, and others may have taken their place: so the nodes heard last come
+        # first.
         nodes = sorted(waiting.values(), key=lambda node: -node.last_heard)
         return [send for node in nodes for send in self._on_register(node.peer, node.register, now)]
 
@@ -350,9 +352,9 @@ class Membership:
         return []
 
     def _excuse(self, late_seconds: float, now: float) -> None:
-        """Adds the time in which this scheduler heard nobody to leases and to the deadlines of barriers.
-
-        What nodes have sent meanwhile may not have been read yet: libzmq's thread was stopped, too.
+        """Extends leases and the deadlines of barriers by the time in which this scheduler received nothing.
+        Messages that nodes sent meanwhile may not have been read yet, because libzmq's thread was also
+        stopped.
         """
         for node in (*self._job.members.alive(), *self._job.recovery.waiting.values()):
             node.last_heard = min(node.last_heard + late_seconds, now)

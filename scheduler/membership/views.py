@@ -44,10 +44,11 @@ class Views:
         self.admitted = 0
         self.owners = np.zeros(0, dtype=np.uint16)
         self._made: dict[Role, tuple[tuple[int, int], View]] = {}
-        """By role, the newest view but for the receiver's rank; and the epoch and version it was made of."""
+        """By role, the newest view without the receiver's rank; and the epoch and version that it was made
+        from."""
 
     def begin_epoch(self, *, keeps_ring: bool) -> None:
-        """Members have changed: begins an epoch. The ring also stays if there is no server."""
+        """Members have changed: begins an epoch. If there is no server, the ring stays as it is."""
         self.epoch += 1
         servers = self._members.present("server")
         if servers and not keeps_ring:
@@ -78,13 +79,14 @@ class Views:
 
     def _view_of(self, role: Role) -> View:
         """Returns the view for a role. Unless the job is elastic, it also names workers that have left, so
-        that rounds fail which wait for them.
+        rounds that wait for them fail.
         """
         states = ("present",) if self._is_elastic else ("present", "left")
         nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
         if role == "worker":
-            # A routing identity is enough to take over the connection of a node, and workers need none.
+            # Whoever knows a node's routing identity can take over its connection, and workers need no
+            # identities.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
         servers = (node.member for node in self._members.present("server"))
         view = View(

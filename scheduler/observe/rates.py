@@ -14,7 +14,7 @@ COUNTERS: Final = frozenset({"rounds", "step"}) | {
 """The fields of a load that only rise. All others are gauges, and have no rate."""
 
 WINDOW_SECONDS: Final = 1.0
-"""Heartbeats that are closer, such as those after a new view, give no useful rate."""
+"""Heartbeats that are closer together, such as those after a new view, give no useful rate."""
 
 
 class Rates:

@@ -13,17 +13,17 @@ from typing import Final, NamedTuple
 from zenps.errors import listing
 
 MAX_SHOWN: Final = 16
-"""At most so many waits in a text, ranks named for each of them, and series of the metric."""
+"""The most waits in a text, the most ranks named for each of them, and the most series of the metric."""
 
 MAX_CHARACTERS: Final = 8192
 """How long a text may be. The name of one tensor may have a thousand characters."""
 
 LOOK_SECONDS: Final = 1.0
-"""Between two looks at the waits of all workers."""
+"""The time between two looks at the waits of all workers."""
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, empty for nothing, and since when."""
+    """A wait of a rank: for what, and since when; empty if the rank does not wait."""
 
     rank: int
     waits_for: str
@@ -67,7 +67,7 @@ class Stalls:
         return "; ".join(parts[:MAX_SHOWN] + more)[:MAX_CHARACTERS]
 
     def newly_named(self, ranks: Sequence[int], now: float) -> str:
-        """Looks for stalls. Returns a log message if one has to be named now, or else an empty string."""
+        """Looks for stalls. Returns a log message if one must be named now, or else an empty string."""
         if now < self._next_look:  # there may be thousands of workers, and a look for each message costs much
             return ""
         self._next_look = now + LOOK_SECONDS

@@ -11,7 +11,7 @@ WINDOW_SECONDS: Final = 30.0
 """Stragglers are named at most once per window, for their lateness within it."""
 
 NOTABLE_SECONDS: Final = WINDOW_SECONDS / 10
-"""A worker that others waited less for within a window is not named."""
+"""A worker for which others waited less than this within a window is not named."""
 
 
 class Straggler(NamedTuple):
@@ -69,7 +69,7 @@ class Stragglers:
         return total
 
     def newly_named(self, now: float) -> list[Straggler]:
-        """Returns the stragglers that have to be named now."""
+        """Returns the stragglers that must be named now."""
         total = self.seconds()
         if self._before is None or now - self._window_began >= WINDOW_SECONDS:
             self._before, self._window_began, self._named = total, now, False

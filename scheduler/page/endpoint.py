@@ -24,7 +24,8 @@ from zenps.wire.scheduler_messages import Status
 from zenps.wire.status import to_tree
 
 FRESH_SECONDS: Final = 0.25
-"""How long one status answers all readers. However many they are, the loop makes at most four a second."""
+"""How long one status answers all readers. However many readers there are, the loop makes at most four a
+second."""
 
 PATIENCE_SECONDS: Final = 2.0
 """How long a reader waits for the loop, which answers ten times a second."""

@@ -6,7 +6,7 @@ pushes of a complete round to an outcome, and the outcome makes the reply to eac
 and never sends.
 
 A new kind of push needs a subclass of :class:`Reducer`, a line in :mod:`zenps.server.reducers.registry`, and
-``tests/server/reducers/test_conformance.py`` has to pass.
+must pass ``tests/server/reducers/test_conformance.py``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Answer(Struct, frozen=True):
 
 
 class Outcome(ABC):
-    """What a round ended with. It is kept to answer pushes that are repeated."""
+    """The result of a round that has ended. It is kept to answer repeated pushes."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class Outcome(ABC):
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """What it takes in memory for as long as it is kept; it counts against the byte budget."""
+        """The memory that it takes while it is kept, which counts against the byte budget."""
 
     @property
     def rows(self) -> int:
@@ -124,8 +124,8 @@ class Payload(Struct, frozen=True):
 
     Attributes:
         push: the message.
-        size_bytes: what the payload takes in memory: positions are larger here than on the wire, and a small
-            frame keeps libzmq's whole receive buffer.
+        size_bytes: the memory of the payload: positions are larger here than on the wire, and a small frame
+            keeps libzmq's whole receive buffer alive.
     """
 
     push: Push
@@ -145,7 +145,7 @@ class ResultMemory(Protocol):
 
 
 class Reducer(ABC, Generic[P]):
-    """What a server does with the pushes of one kind.
+    """Reads and reduces the pushes of one kind.
 
     Args:
         kernels: sums rows.
@@ -154,7 +154,7 @@ class Reducer(ABC, Generic[P]):
     """
 
     position_bytes: ClassVar[int] = POSITION_BYTES
-    """What the position of one row takes in a message, at most."""
+    """The most bytes that the position of one row takes in a message."""
 
     def __init__(self, kernels: Kernels, memory: ResultMemory, max_message_bytes: int) -> None:
         self._max_message_bytes = max_message_bytes

@@ -54,7 +54,7 @@ class SparseReducer(Reducer[SparsePayload]):
         if push.codec == "none":
             raise ProtocolError("payload", "a sparse chunk needs a codec for its positions")
         if push.codec == "dense" and push.rows and not push.columns:
-            # The positions would take memory for which nothing was sent.
+            # The positions would take memory although no bytes were sent for them.
             raise ProtocolError("payload", "rows without values as dense, expected coo")
         positions = CODECS[push.codec].decode(encoded, push.rows, push.span)
         size_bytes = positions.nbytes + values.nbytes + RECEIVE_BUFFER_BYTES

@@ -26,8 +26,8 @@ from .base import Payload
 Flat = NDArray[Any]
 """Values ``[n]`` in the dtype in which they are summed."""
 
-# Dense sums are NumPy's: what torch does around a sum of 1 KB takes five times as long as NumPy's whole
-# sum. But NumPy has no bfloat16, and is slow at float16.
+# Dense sums are NumPy's: torch's overhead for a sum of 1 KB takes five times as long as NumPy's whole sum.
+# But NumPy has no bfloat16, and is slow at float16.
 NUMPY_DTYPES: dict[Dtype, np.dtype[Any]] = {
     name: np.dtype(name).newbyteorder("<") for name in ("float32", "float64", "int64", "uint8")
 }
@@ -108,7 +108,7 @@ def divide_and_quantize(sums: Flat, divisor: int, push: Push, pool: BufferPool) 
 
 
 def divisor_of(payloads: Sequence[Payload]) -> int:
-    """What sums are divided by: 1, or for an average the number of ranks whose values are in them."""
+    """The divisor of sums: 1, or for an average the number of ranks whose values are in them."""
     if not payloads[0].push.average:
         return 1
     return sum([len(payload.push.ranks) for payload in payloads if not payload.push.fragment])

@@ -1,1 +1,1 @@
-"""Rounds of a server: which state each is in, what was pushed, and what past rounds ended with. Pure."""
+"""Rounds of a server: the state and pushes of each, and the outcomes of past rounds. Pure."""

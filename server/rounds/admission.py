@@ -10,8 +10,8 @@ Recovery rounds may use the same amount once more (the *allowance*): when a serv
 flight are pushed again at once, and other rounds wait for them. Beyond the allowance, each rank may still
 have one recovery round open. So the round that a rank waits for first is always open, and all rounds end.
 
-No other round opens while more answers wait for a worker than its send queue may hold: they take memory, too.
-Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
+No other round opens while more answers wait for a worker than its send queue may hold, because answers also
+take memory. Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zenps.errors import ProtocolError
 from .history import History
 from .states import HeldPush, Key, RefusedPush, ServerRound
 
-# What a round costs beside its tensors; it bounds how many empty ones a budget allows.
+# What a round costs besides its tensors; it bounds the number of empty rounds within a budget.
 ROUND_BYTES = 1024
 
 # The byte budget and the allowance of recovery rounds together, in budgets.
@@ -39,11 +39,11 @@ class Admission:
     """Which rounds may open.
 
     Args:
-        budget_bytes: what may be held before new rounds are refused.
+        budget_bytes: the bytes that may be held before new rounds are refused.
         history: forgets outcomes to make room.
 
     Attributes:
-        open_bytes: what is reserved for open rounds.
+        open_bytes: the bytes that are reserved for open rounds.
         is_held_back: True while too many answers wait for a worker.
     """
 
@@ -61,7 +61,7 @@ class Admission:
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the budget."""
+        """The bytes that count against the budget."""
         return self.open_bytes + self._history.size_bytes
 
     def clear(self) -> None:
@@ -77,12 +77,13 @@ class Admission:
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
     def make_room(self, push_bytes: int, ranks: int, *, must: bool) -> bool:
-        """True if a round may open. Forgets old outcomes if it fits then, and none if it does not fit anyway.
+        """True if a round may open. Forgets old outcomes if the round then fits, and none if it does not fit
+        anyway.
 
         Args:
             push_bytes: the size of one push.
             ranks: how many ranks will push as much.
-            must: the round has to open whether it fits or not, unless rounds are held back.
+            must: the round opens whether it fits or not, unless rounds are held back.
         """
         if self.is_held_back:
             return False
@@ -112,8 +113,8 @@ class Admission:
     def why_too_large(self, held: HeldPush, ranks: int) -> str:
         """Returns why a push in fragments is refused; empty if such pushes of all ``ranks`` fit.
 
-        They have to fit into budget and allowance, because a round opens whatever its size if no other is
-        open. Pushes in single messages always fit. A host's push has the shares of all its ranks.
+        They must fit into budget and allowance, because a round opens whatever its size if no other is open.
+        Pushes in single messages always fit. A host's push has the shares of all its ranks.
         """
         own = len(held.push.ranks)
         max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
@@ -175,9 +176,8 @@ class Admission:
 
     def refused_by(self, ranks: Set[int]) -> ServerRound | None:
         """The first round whose pushes for all ``ranks`` were refused, unless the budget is exceeded already.
-
-        It opens though it does not fit if all open rounds wait for pushes. Otherwise ranks that push in
-        different orders would wait for each other.
+        If all open rounds wait for pushes, this one opens although it does not fit. Otherwise ranks that push
+        in different orders would wait for each other.
         """
         if not self.make_room(0, 0, must=False):
             return None
@@ -198,7 +198,7 @@ class Admission:
         return self._withdraw(round_)
 
     def refuse(self, round_: ServerRound, held: HeldPush) -> None:
-        """Notes that a push was refused: its rank has to push again when there is room.
+        """Notes that a push was refused: its rank must push again when there is room.
 
         Raises:
             ProtocolError: the rank has too many refused rounds already.
@@ -231,5 +231,5 @@ class Admission:
 
 
 def _estimate_bytes(push_bytes: int, ranks: int) -> int:
-    """What a round takes if every rank pushes as much."""
+    """The memory of a round if every rank pushes as much."""
     return ROUND_BYTES + push_bytes * ranks

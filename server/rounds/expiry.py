@@ -27,8 +27,8 @@ def ending(
     """Returns how a round ends now; None if it goes on waiting.
 
     If a rank has ended this step and its push is missing, it got no reply, and the round fails. In a recovery
-    round it may have had its reply before: it is asked for its push instead, as long as any rank needs the
-    reply.
+    round it may have had its reply before: then this rank is asked for its push instead, as long as any rank
+        needs the reply.
 
     Args:
         peers: the ranks that every round waits for.

@@ -17,13 +17,13 @@ from zenps.errors import ProtocolError
 
 from .states import Key, ServerRound
 
-# What CPython takes for a tensor beside its name, for each rank that pushes it, and for an outcome that was
-# forgotten; rounded up.
+# The memory that CPython takes for a tensor besides its name, for each rank that pushes it, and for an
+# outcome that was forgotten; rounded up.
 NAME_BYTES = 512
 RANK_BYTES = 192
 FORGOTTEN_BYTES = 256
 
-# No job has as many chunks; a rank that makes up chunks, and waits until they fail, could.
+# No real job has as many chunks, but a hostile rank could make up chunks and wait until they fail.
 MAX_FORGOTTEN = 1 << 20
 
 _NEVER = (-1, 0)
@@ -36,8 +36,8 @@ class History:
     """The steps that ranks have pushed, and the last outcome of each tensor and chunk: kept, or forgotten.
 
     Attributes:
-        size_bytes: what all this takes in memory.
-        kept_bytes: what outcomes take of that.
+        size_bytes: the memory of all this.
+        kept_bytes: the part of it that outcomes take.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class History:
 
     @property
     def evictable_bytes(self) -> int:
-        """What there is to gain if all outcomes are forgotten that may be."""
+        """The memory that is freed if all outcomes are forgotten that may be."""
         return self.kept_bytes - self._pinned_bytes - FORGOTTEN_BYTES * len(self._evictable)
 
     @property
@@ -113,7 +113,7 @@ class History:
     def has_passed(self, key: Key, rank: int) -> bool:
         """True if the rank has ended this step: it has pushed a later one, or given this one up.
 
-        Or it pushes this one in fewer chunks than others, and so not this chunk.
+        Or it pushes this step in fewer chunks than others, without this chunk.
         """
         step, chunks = self._newest[key.tensor].get(rank, _NEVER)
         return step > key.step or (step == key.step and chunks <= key.chunk)

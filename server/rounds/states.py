@@ -74,13 +74,13 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 """A round at a server."""
 
 # A question may be lost, or may come before the view that it belongs to. So it is repeated, at intervals that
-# grow: a rank that computes for long would find all the repetitions waiting for it.
+# grow: otherwise many repetitions would wait for a rank that computes for long.
 ASK_SECONDS = 0.5
 MAX_ASK_SECONDS = 16.0
 
 
 class Key(NamedTuple):
-    """What identifies a round on one server, under one ring."""
+    """The key of a round on one server, under one ring."""
 
     tensor: str
     step: int
@@ -102,7 +102,7 @@ class HeldPush(Struct, frozen=True):
 
     @property
     def whole_bytes(self) -> int:
-        """What all fragments of the push take together: they differ by a row at most."""
+        """The size of all fragments of the push together: they differ by a row at most."""
         return self.size_bytes * self.push.fragments
 
 
@@ -133,7 +133,8 @@ class Reply(Struct, frozen=True):
     message: FromServer
     frames: Sequence[memoryview] = ()
     ends: bool = False
-    """True if a round has just failed; False for a failure that a repeated push is answered by."""
+    """True if a round has just failed; False for the answer to a repeated push of a round that failed
+    before."""
 
 
 Action = Reduce | Reply
@@ -167,7 +168,7 @@ class ServerRound(Struct, eq=False):
     excluded: Set[int] = frozenset()
     """The lost ranks whose values are not in the outcome."""
     size_bytes: int = 0
-    """What counts against the byte budget: what is reserved while the round is open, then its outcome."""
+    """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
     beyond: int | None = None
     """The rank whose only round beyond budget and allowance this is."""

@@ -42,7 +42,7 @@ class ServerRounds:
     """All rounds of one server.
 
     Args:
-        budget_bytes: what may be held before new rounds are refused.
+        budget_bytes: the bytes that may be held before new rounds are refused.
         deadline_seconds: how long an open round waits for its last push; may be infinite.
     """
 
@@ -52,7 +52,7 @@ class ServerRounds:
         self._peers: dict[int, bytes] = {}
         self._departed: dict[int, str] = {}
         self._lost: set[int] = set()
-        """Elastic: ranks that were there when this ring began, and that the others continue without."""
+        """Elastic: ranks that were members when this ring began, and without which the others continue."""
         self._open: dict[Key, ServerRound] = {}
         self._history = History()
         self._admission = Admission(budget_bytes, self._history)
@@ -69,12 +69,12 @@ class ServerRounds:
 
     @property
     def held_bytes(self) -> int:
-        """What rounds take, open or ended."""
+        """The memory of rounds, open or ended."""
         return self._admission.open_bytes + self._history.kept_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What counts against the budget."""
+        """The bytes that count against the budget."""
         return self._admission.used_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
@@ -320,8 +320,8 @@ class ServerRounds:
     def _continue_without(self, lost: Set[int], now: float) -> Actions:
         """Elastic: workers are lost, and the others continue.
 
-        What they have pushed to open rounds does not count: nobody has been answered yet, and an average is
-        over the ranks that are present.
+        Their pushes to open rounds do not count: nobody has been answered yet, and an average is over the
+            ranks that are present.
         """
         actions: Actions = []
         for round_ in list(self._open.values()) if lost else ():
@@ -332,7 +332,7 @@ class ServerRounds:
         return actions
 
     def _has_pushes(self) -> bool:
-        """True if an open round has been pushed, so that what ends it makes room for others."""
+        """True if an open round has a push: its end will make room for others."""
         return any(round_.held for round_ in self._open.values())
 
     # ── ends ────────────────────────────────────────────────────────────────────────────────────
@@ -357,13 +357,13 @@ class ServerRounds:
 
     def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
         peers = [held.peer for held in round_.held.values()]
-        # Even without peers, as whoever carries out the reply counts and logs the failure.
+        # Even without peers, because the failure is counted and logged when the reply is carried out.
         return [Reply(peers, failure, ends=True), *self._close(round_, event, FailedRound(failure), now)]
 
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
         self._end(round_, event)
-        # A recovery round has the ranks of an earlier outcome, or fails for want of them. If it is asked for
+        # A recovery round has the ranks of an earlier outcome, or fails for lack of them. If it is asked for
         # once more, it fails once more.
         if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks

@@ -361,7 +361,7 @@ def test_a_joining_worker_that_nobody_admits_is_told_why(tmp_path: Path) -> None
             attempt, zps.init, rank=1, init=False, settings={"cluster.rendezvous_seconds": 0.1}
         ).result()
         assert error.kind == "DeadlineError"
-        assert "its workers have to call zenps.TrainingState.commit() after each step" in error.text
+        assert "its workers must call zenps.TrainingState.commit() after each step" in error.text
         (tmp_path / "told").touch()
         worker.result()
         cluster.drain()

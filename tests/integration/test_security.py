@@ -539,4 +539,4 @@ def test_everything_binds_to_loopback_by_default(tmp_path: Path) -> None:
 def test_open_cluster_on_a_network_warns() -> None:
     settings = {"cluster.scheduler": f"0.0.0.0:{free_port()}"}
     with Cluster(workers=1, servers=1, settings=settings) as cluster:
-        assert f"{cluster.address} is no loopback address, and there are no keys" in cluster.scheduler.log
+        assert f"{cluster.address} is not a loopback address, and there are no keys" in cluster.scheduler.log

@@ -35,7 +35,7 @@ class AutoBackend(Backend):
     """Dense tensors go over servers, which sum in rank order; sparse ones follow their :class:`Choice`.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         candidates: the schemes to choose from.
         servers, peers: the backends that run them, in this order.
     """
@@ -66,7 +66,7 @@ class AutoBackend(Backend):
         backend = self._servers if scheme is self._candidates[0] else self._peers
         pending = backend.begin(request)
         chosen.table, chosen.progress = Table(*table_shape(tensor), tensor.dtype.itemsize), pending.progress
-        # After the round has begun: a refused name does not count towards the limit of a job's names.
+        # Only once the round has begun: a refused name does not count towards the limit of a job's names.
         self._chosen[name] = chosen
         self._session.metrics.chosen_rounds.labels(scheme=scheme.name).inc()
         return pending

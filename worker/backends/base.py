@@ -43,7 +43,7 @@ class Backend(ABC):
 
 
 class Session(NamedTuple):
-    """What a worker has of the cluster it joined; backends are constructed from it."""
+    """A worker's connections to the cluster, and its settings; backends are constructed from it."""
 
     config: Config
     lease: Lease

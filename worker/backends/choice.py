@@ -14,10 +14,10 @@ from zenps.schemes.base import Scheme
 from zenps.schemes.traffic import Links
 
 MARGIN: Final = 1.1
-"""How much faster another scheme has to be: the formulas ignore CPU time and are not much more exact."""
+"""How much faster another scheme must be: the formulas ignore CPU time and are not much more exact."""
 
 ROUNDS: Final = 4
-"""How many consecutive rounds it has to be faster: one unusual batch is no reason to change."""
+"""In how many consecutive rounds it must be faster: one unusual batch is no reason to change."""
 
 WEIGHT: Final = 0.25
 """Weight of the newest round in the moving means; they are about as steady as means of the last seven."""

@@ -36,7 +36,7 @@ def make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Ba
 
 
 def make_averager(session: Session, servers: ServerBackend) -> GroupAverager | None:
-    """Constructs what averages models within groups of workers; None if nothing does.
+    """Constructs the averager of models within groups of workers; None if models are not averaged.
 
     Raises:
         PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.

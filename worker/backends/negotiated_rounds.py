@@ -57,7 +57,7 @@ class NegotiatedRounds(ABC, Generic[R]):
     """The rounds of one rank. Every method may be called from any thread.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: over which ranks negotiate.
     """
 

@@ -31,7 +31,7 @@ class ServerBackend(Backend):
     A tensor on a GPU is pushed by a later call into this worker, when the GPU has prepared it.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         scheme: of tensors that go over servers.
         sharder: distributes tensors over servers.
         steps: step counters of all tensors.
@@ -50,8 +50,8 @@ class ServerBackend(Backend):
         """Begins to reduce a tensor, as :meth:`Backend.begin` says.
 
         Args:
-            counted: what of the round goes into statistics. "rows": another round contains this one, on which
-                all ranks have agreed. If it cannot begin, it fails on all.
+            counted: the part of the round that goes into statistics. "rows": another round contains this one,
+                on which all ranks have agreed. If it cannot begin, it fails on all.
         """
         name = request.name
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it

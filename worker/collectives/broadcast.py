@@ -40,7 +40,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
         root_rank: the rank whose values all ranks get.
 
     Raises:
-        TensorError: a value is no strided tensor, as a module's extra state may be, or cannot be written.
+        TensorError: a value is not a strided tensor, such as a module's extra state, or cannot be written.
         UsageError: there is no such rank, two tensors have the same name, or tensors have no names.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
@@ -64,7 +64,7 @@ def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]
     """
     listed: list[Any] = list(items) if isinstance(items, Iterable) else [items]
     for each in listed:
-        # A tensor of two rows can be unpacked, too.
+        # Without this check, a tensor of two rows would be unpacked as a pair.
         if not (isinstance(each, tuple | list) and len(each) == 2):
             raise UsageError(
                 f"{where}: expected pairs of a name and a tensor, such as {such_as}, got "
@@ -116,7 +116,7 @@ def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Returns what has to be equal on all ranks."""
+    """Returns the description that must be equal on all ranks."""
     expanded = _expanded_dimensions(tensor)
     memory = f" expanded in dimension(s) {listing(expanded)}" if expanded else ""
     return f"{tensor.dtype} {tuple(tensor.shape)}{memory}"
@@ -151,7 +151,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
 
     Args:
         value: plain data: None, bool, int of 64 bits, float, str, bytes, and lists and dicts of them, whose
-            keys are no tuples. Tuples arrive as lists. Only the root's value is read.
+            keys are not tuples. Tuples arrive as lists. Only the root's value is read.
         root_rank: the rank whose value all ranks get.
         name: distinguishes broadcasts that run at the same time.
 
@@ -159,7 +159,7 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         UsageError: there is no such rank, or the root's value is not plain data (nothing is pickled), or it
             takes more than 2 GiB.
         MismatchError: ranks name different roots.
-        ProtocolError: the received bytes are no packed object.
+        ProtocolError: the received bytes are not a packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     return _broadcast_made(lambda: value, root_rank, name)
@@ -217,18 +217,19 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
     All ranks, the root too, load the state by ``optimizer.load_state_dict``, whose hooks run on all. On the
     root, tensors stay the same unless they are expanded. Dtypes are kept, although torch would cast them to
-    those of parameters, and so are strides: fused optimizers expect those of parameters.
+    those of the parameters. Strides are also kept, because fused optimizers expect those of the parameters.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
         root_rank: the rank whose state all ranks get.
 
     Raises:
-        UsageError: there is no such rank, or the root's state holds what is neither tensor nor plain data.
+        UsageError: there is no such rank, or the root's state holds a value that is neither a tensor nor
+            plain data.
         MismatchError: ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
-    # On the root, too: an optimizer or its hooks may change a state that they load.
+    # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
 
 
@@ -266,7 +267,7 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
 
 
 def _without_gaps(tensor: Tensor) -> Tensor:
-    """Returns the tensor, its elements in the same order, each at a place of its own, and without gaps."""
+    """Returns the tensor with its elements in the same order, not overlapping and without gaps."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return tensor if tensor.stride() == strides else tensor.clone(memory_format=torch.preserve_format)
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def load_uncast(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads a state by ``optimizer.load_state_dict``, but for the casts of torch.
+    """Loads a state by ``optimizer.load_state_dict``, without the casts of torch.
 
     torch casts all state but ``step`` to the dtype of its parameter: float32 momentum of a bfloat16 parameter
-    loses bits. What hooks, or an optimizer's own ``load_state_dict``, make of a state stays as it is.
+    loses bits. Changes that hooks, or an optimizer's own ``load_state_dict``, make to a state are kept.
 
     Args:
         optimizer: wrapped in :class:`zenps.DistributedOptimizer` or not.

@@ -40,7 +40,7 @@ def _check_keys(value: object) -> None:
         each = values.pop()
         if isinstance(each, dict):
             if wrong := [key for key in each if isinstance(key, tuple)]:
-                raise TypeError(f"a dict has the key {wrong[0]!r:.100}, and a key has to be a scalar")
+                raise TypeError(f"a dict has the key {wrong[0]!r:.100}, and a key must be a scalar")
             values += each.values()
         elif isinstance(each, list | tuple):
             values += each

@@ -44,7 +44,7 @@ def allgather(tensor: Tensor, name: str) -> Tensor:
         lacks ranks that were lost meanwhile, on all ranks alike.
 
     Raises:
-        TensorError: the tensor cannot be gathered, as a sparse one.
+        TensorError: the tensor cannot be gathered; a sparse one, for example.
         MismatchError: ranks have other dtypes or shapes, or one of them cannot gather its tensor.
         DeadlineError, PeerLostError, UsageError: as :func:`zenps.push_pull`.
     """
@@ -69,9 +69,9 @@ def allgather_object(value: Any, name: str = "object") -> list[Any]:
         name: the same on all ranks, and in flight once at a time.
 
     Raises:
-        UsageError: the value of a rank is no plain data, or takes more than 2 GiB: all ranks raise this. Or
-            ``name`` is in flight or no name.
-        ProtocolError: the received bytes are no packed object.
+        UsageError: the value of a rank is not plain data, or takes more than 2 GiB: all ranks raise this. Or
+            ``name`` is in flight, or not a name.
+        ProtocolError: the received bytes are not a packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     failed: Exception | None = None
@@ -115,7 +115,7 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
         name: the same on all ranks, and in flight once at a time.
 
     Raises:
-        TensorError: the tensor cannot be broadcast, as a sparse one.
+        TensorError: the tensor cannot be broadcast; a sparse one, for example.
         UsageError: there is no such rank, or ``name`` is in flight.
         MismatchError: ranks name different roots, or have other dtypes or shapes. Here and below:
             :func:`zenps.synchronize` raises it.
@@ -145,7 +145,7 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
 def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     """Returns the average, sum, minimum, maximum or product of a tensor over all ranks.
 
-    Average and sum are :func:`zenps.push_pull`, which takes sparse tensors, too. For the other operations,
+    Average and sum are :func:`zenps.push_pull`, which also takes sparse tensors. For the other operations,
     which are meant for metrics, each rank gets the tensors of all n ranks, n times the bytes, and combines
     them in order of rank.
 
@@ -162,9 +162,9 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
 
     Raises:
         TensorError: the tensor cannot be reduced.
-        UsageError: there is no such ``op``, or ``name`` is in flight or no name.
+        UsageError: there is no such ``op``, or ``name`` is in flight, or not a name.
         MismatchError: ranks have other dtypes or shapes, or name different operations, or one of them names
-            none that exists or cannot reduce its tensor.
+            an unknown operation or cannot reduce its tensor.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     if op not in ("average", "sum", *_COMBINED):
@@ -200,7 +200,7 @@ class _Round(NamedTuple):
     Attributes:
         agreement: the name of the round in which ranks compare what they have.
         data: the name of the round of the tensors themselves.
-        given: what ranks must agree about, in words.
+        given: a description of the tensor, about which ranks must agree.
         refused: why this rank's tensor cannot be gathered; None if it can.
         purpose: of the agreement.
     """

@@ -24,7 +24,8 @@ from types import FrameType
 Handler = Callable[[int, FrameType | None], object]
 
 Ready = Callable[[], bool]
-"""True once what a thread waits for is there. It is asked often, and must not wait itself."""
+"""Returns True once the event that a thread waits for has happened. It is called often, and must not wait
+itself."""
 
 
 # Looking it up in each mask would take as long as the rest of the mask.
@@ -45,7 +46,7 @@ os.register_at_fork(after_in_child=_after_fork)
 class InterruptMask:
     """Holds SIGINT back within ``with`` blocks, which may be nested; :data:`MASK` is the only instance.
 
-    Other threads may use it, too. It does nothing there: Python never interrupts them.
+    Other threads may also use it. It does nothing there: Python never interrupts them.
     """
 
     def __init__(self) -> None:
@@ -90,7 +91,8 @@ class InterruptMask:
             raise_signal(SIGINT)
 
     def drop(self) -> None:
-        """Ends all masks, in a fork by another thread: the main thread that was within them is not there."""
+        """Ends all masks, in a fork by another thread: the main thread that was within them does not exist
+        there."""
         self._depth, self._is_replaced, self.is_held = 0, False, False
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)
@@ -154,5 +156,5 @@ class Sleepers:
     def wake(self) -> None:
         """Makes all sleepers ask ``ready()`` again."""
         for alarm in tuple(self.alarms):
-            if alarm.empty():  # else its thread has yet to ask
+            if alarm.empty():  # otherwise its thread has not called ready() yet
                 alarm.put(None)

@@ -92,14 +92,14 @@ class Pending:
         progress: of this round.
         waiting: how to wait for answers.
         transforms: those that were applied to the transfer's tensor.
-        counted: what of the round goes into statistics.
+        counted: the part of the round that goes into statistics.
 
     Attributes:
         name: of the tensor.
         options: how the tensor is synchronised.
         progress: of this round.
-        counted: what of the round goes into statistics.
-        report: what was moved; set once the result is there.
+        counted: the part of the round that goes into statistics.
+        report: the bytes and rows that were moved; set once the result is there.
         is_staged: True if a device has to finish its work before :meth:`begin`.
     """
 
@@ -162,7 +162,7 @@ class Pending:
 
         After Ctrl-C, the wait can be repeated. If the handler of another signal raises while an answer is
         processed, the result is incomplete, and the next wait raises UsageError. A fork of the process that
-        pushed raises UsageError, too, unless the process had the result before it forked.
+        pushed also raises UsageError, unless the process had the result before it forked.
         """
         if self._result is None and self._forks != _forks:
             self._refuse_fork()
@@ -184,7 +184,7 @@ class Pending:
     # ── for whoever begins the round ────────────────────────────────────────────────────────────
 
     def convert_result(self, convert: Callable[[Tensor], Tensor]) -> None:
-        """Has :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
+        """Makes :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
         self._conversions = (*self._conversions, convert)
 
     # ── for the thread that polls or reduces ────────────────────────────────────────────────────
@@ -232,7 +232,7 @@ class Pending:
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
-        """Restarts a round, which is in flight, as ``encoded``, because the ring has changed."""
+        """Restarts a round in flight as ``encoded``, because the ring has changed."""
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
             return
@@ -261,7 +261,7 @@ class Pending:
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
     def _finish(self, transfer: Transfer) -> Tensor | Exception:
-        """Returns the result, or the error, so that a second wait() raises it, too."""
+        """Returns the result, or the error, so that a second wait() also raises it."""
         if (failure := self._absorb_all(transfer)) is not None:
             return failure
         progress, waiting = self.progress, self._waiting

@@ -32,7 +32,7 @@ _TURN = re.compile(r"^([^/]*)\.\d+/")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 Purpose = Literal["gradient", "value", "broadcast", "control"]
-"""What a tensor is used for. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
+"""The use of a tensor. A *gradient* may be quantized; a *value* arrives exactly; a *broadcast* is
 pushed by one rank and pulled by all; *control* tensors are messages of ZenPS between ranks."""
 
 
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
     Attributes:
         ranges: of elements, one for each gradient.
-        flags: the elements, one for each gradient, of which 0 says that there is no such gradient.
+        flags: one element for each gradient; 0 means that there is no such gradient.
     """
 
     ranges: Sequence[tuple[int, int]]
@@ -65,8 +65,8 @@ class Options(Struct, frozen=True):
     is_dropped: bool = False
     """True for a gradient that is pushed only because other ranks wait for it: residuals stay as they are."""
     parts: Parts | None = None
-    """Of a gradient that is several in one tensor. Without a sparsifier, the residual of a part that has no
-    gradient stays as it is."""
+    """The gradients in this tensor, if there are several. Without a sparsifier, the residual of a part that
+    has no gradient stays as it is."""
     given: str = ""
     """The description that must be equal on all ranks: that of the caller's tensor (:func:`describe`) if a
     transform has replaced it, and whatever the caller adds. If empty, ranks compare the pushed tensor."""
@@ -122,7 +122,7 @@ def check_request(request: Request) -> None:
     tensor, name, options = request
     _check_name(name)
     if _is_capturing():
-        reason = "expected no CUDA graph to be captured, for its replays would not synchronise"
+        reason = "expected no CUDA graph to be captured, because its replays would not synchronise"
         raise UsageError(f"tensor {name!r:.60}: {reason}; capture forward and backward alone")
     check_average(options.average, f"tensor {name!r}")
     if options.is_reduction:
@@ -261,7 +261,7 @@ def table_shape(tensor: Tensor) -> tuple[int, int]:
 
 
 def device_error(what: str, error: Exception) -> ZenPSError:
-    """Returns the error of work on a device that has failed, such as for want of memory.
+    """Returns the error of work on a device that has failed, for example for lack of memory.
 
     Args:
         what: the tensor for which the work was done.

@@ -1,4 +1,4 @@
-"""Residuals of error feedback: what was not pushed of each gradient, until its next push."""
+"""Residuals of error feedback: the part of each gradient that was not pushed, until its next push."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ class Feedback:
 class Residuals:
     """The residuals of an optimizer's tensors. They live as long as the optimizer, which keeps this object.
 
-    Thread-safe: only one round of a tensor is in flight, and uses its residual. A residual is as large as the
-    tensor, in float32. To keep only rows that were pushed before would soon save little memory, and cost a
-    search in each step.
+    Thread-safe: a tensor has at most one round in flight, and only that round uses its residual. A residual
+    is as large as the tensor, in float32. Keeping only rows that were pushed before would soon save little
+    memory, and cost a search in each step.
     """
 
     def __init__(self) -> None:

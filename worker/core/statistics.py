@@ -15,7 +15,7 @@ from zenps.wire.fields import Load
 
 
 class Stats(msgspec.Struct, kw_only=True):
-    """What this worker has synchronised since :func:`zenps.init`."""
+    """Totals of this worker's rounds since :func:`zenps.init`."""
 
     partition: str = "none"
     """The strategy in use; ``none`` without a cluster, and where workers exchange among themselves."""
@@ -100,7 +100,8 @@ class Report(Struct, frozen=True):
 
 
 Counted = Literal["round", "rows", "nothing"]
-"""What statistics count: everything; only rows, where another round contains this one; or nothing."""
+"""The part of a round that statistics count: everything; only rows, if another round contains this one; or
+nothing."""
 
 
 class Statistics:
@@ -113,7 +114,7 @@ class Statistics:
     def __init__(self, metrics: WorkerMetrics) -> None:
         self._metrics = metrics
         self._totals = Stats()
-        """What no metric has."""
+        """The totals that no metric has."""
         self._consistency: Load = {}
         """Counters of ``sync.consistency``; replaced, never changed."""
         self._lock = threading.Lock()
@@ -185,7 +186,7 @@ class Statistics:
         self._metrics.group_distance.set(distance)
 
     def note_selection(self, selected: int, mean: float) -> None:
-        """Notes how many elements this worker has selected, beside the mean of all workers."""
+        """Notes how many elements this worker has selected, and the mean of all workers."""
         if mean:
             self._metrics.selection_imbalance.set(selected / mean)
 

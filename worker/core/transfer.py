@@ -46,7 +46,7 @@ class Sharding(NamedTuple):
         ring_epoch: of the ring. A push names it, so that servers do not mix shardings.
         slot: the slot of a stream, which stays the same under any ring.
         message_rows: how many rows of a sparse tensor travel in one message. A chunk with more travels in
-            several fragments. If these would be too many, each has more rows.
+            several fragments. If that would be too many, each fragment has more rows.
         max_rows: the most rows that servers take in one message.
     """
 
@@ -96,7 +96,8 @@ class EncodedTensor(Struct, frozen=True):
     columns: int
     """Elements of a row, or of a block; 1 for a dense tensor."""
     expected_rows: int
-    """Rows that were pulled last time, by which a sparse tensor is divided into chunks; else 0."""
+    """For a sparse tensor, the rows that were pulled last time, which decide how it is divided into chunks;
+    else 0."""
     sharding: Sharding
     chunks: Sequence[EncodedChunk]
     values: ValueForm = "same"
@@ -295,7 +296,7 @@ class SuppliedTransfer(Transfer):
     """A transfer whose result another thread supplies: it pushes and pulls nothing.
 
     Attributes:
-        result: has to be set before :meth:`finish`.
+        result: must be set before :meth:`finish`.
     """
 
     def __init__(self, result: Tensor | None = None) -> None:

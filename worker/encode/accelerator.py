@@ -1,8 +1,8 @@
 """GPU access of the worker: streams besides the caller's, pinned memory and events.
 
 No operation here synchronises a whole device. Compaction runs on a stream of its own, so that it starts as
-soon as its gradient is there, while backward goes on. What is pulled has another, so that copies in both
-directions overlap, and no result waits for gradients that came later.
+soon as its gradient is there, while backward goes on. Pulled data has another stream, so copies in both
+directions overlap, and no result waits for later gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zenps.wire.tensors import tensor_from_bytes
 
 from .pinned import pinned_pool, shared_pinned_pool
 
-# Between two queries of a device: short against a round, long against the query itself.
+# The time between two queries of a device: short compared with a round, long compared with the query itself.
 LOOK_SECONDS = 50e-6
 
 Made = TypeVar("Made")
@@ -43,7 +43,7 @@ class Event(Protocol):
 
 
 class Lane(ABC):
-    """A stream of ZenPS on a device: what is enqueued here runs in order."""
+    """A stream of ZenPS on a device: work that is enqueued here runs in order."""
 
     @abstractmethod
     def current(self) -> contextlib.AbstractContextManager[object]:
@@ -113,9 +113,9 @@ class Accelerator(ABC):
     def to_device(self, data: memoryview) -> Tensor:
         """Returns a copy of bytes that were pulled: uint8, at an address that is aligned for kernels.
 
-        The driver copies memory that is not pinned in parts, and sends one while it copies the next: 10 MB
-        take 0.86 ms on an H200's host, and 1.09 ms if we copy them into pinned memory. It may wait for the
-        stream.
+        The driver copies memory that is not pinned in parts, and sends one while it copies the next. On an
+        H200's host 10 MB take 0.86 ms, and 1.09 ms if we first copy them into pinned memory. It may wait for
+        the stream.
         """
         pageable = tensor_from_bytes(data, torch.uint8, (data.nbytes,))
         return pageable.to(self.device, copy=True, non_blocking=True)

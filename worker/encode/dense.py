@@ -95,8 +95,8 @@ class GranuleTransfer(OneRound):
     Args:
         shape, dtype: of the tensor.
         sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
-        values: the encoded granules in order of position, on the CPU, of which frames are slices. None if
-            this rank's values are no part of the sum: it only pulls the result.
+        values: the encoded granules in order of position, on the CPU; frames are slices of this memory. None
+            if this rank's values are not part of the sum: it only pulls the result.
         coder: of the values.
         empty: makes the memory for what is pulled and for the result, on the CPU or a device.
         order: returns :func:`granule_order`, in such memory.
@@ -143,7 +143,7 @@ class GranuleTransfer(OneRound):
     def _pulled(self) -> Tensor:
         """The sums in order of position. Kept when the ring changes: answers cover all positions of any ring.
 
-        Made for the first answer, as a device may have no memory to spare for all tensors in flight.
+        Made at the first answer, because a device may have no memory to spare for all tensors in flight.
         """
         return self._empty((self._layout.size,), self.encoded.dtype)
 

@@ -26,7 +26,7 @@ PORTABLE = 1
 
 
 def pinned_pool(keep_bytes: int) -> BufferPool:
-    """Pinned memory of this process. The device's kernels can write there, too."""
+    """Pinned memory of this process. The device's kernels can also write there."""
     # torch's allocator rounds pinned memory up to powers of two. With blocks of other sizes, the rest would
     # be pinned and never used.
     return BufferPool(keep_bytes, _pinned_block, smallest_bytes=1, sizes_per_doubling=1)

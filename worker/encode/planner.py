@@ -51,7 +51,7 @@ class Planner:
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
         self._pool = BufferPool(POOL_BYTES)
-        # Broadcasts happen once: their buffers would take the room of those that each step uses.
+        # Broadcasts happen once: in the pool, their buffers would displace those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
@@ -135,7 +135,7 @@ class Planner:
         coder = self._coder(request, rows, columns)
         sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if coder.form != "same":
-            arena = None  # quantized values are the coder's, and what it was given is not sent
+            arena = None  # the coder has quantized values of its own, and the given ones are not sent
         if gpu is None:
             pool = None if arena is None else arena.pool
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)

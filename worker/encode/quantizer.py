@@ -35,7 +35,7 @@ class ValueCoder(ABC):
 
     form: ValueForm
     keeps_residual: ClassVar[bool]
-    """True if the coder has to know which rows it encodes, and overwrites them."""
+    """True if the coder must know which rows it encodes, and overwrites them."""
     flags: slice | None = None
     """The elements of a dense gradient that say which of its parts are present; None if it has no parts."""
 
@@ -116,7 +116,7 @@ class Unchanged(ValueCoder):
 
 
 UNCHANGED: Final = {dtype: Unchanged(dtype) for dtype in DTYPES.values()}
-"""By dtype; tensors share them, for they have no state."""
+"""By dtype; tensors share them, because they have no state."""
 
 
 class Quantizer(ValueCoder):

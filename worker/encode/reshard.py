@@ -1,4 +1,4 @@
-"""Resharding: encodes for a new ring what was pushed under an old one.
+"""Resharding: encodes pushes under an old ring for a new one.
 
 A change of the ring moves positions, not rows. The frames of all chunks contain every row that this rank
 pushed, compacted, and the old layout maps their positions back to rows. So neither the gradient nor a kernel

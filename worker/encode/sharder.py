@@ -87,7 +87,8 @@ class Sharder:
         else:
             rows = old.layout.rows_total
             new = ring.shard_sparse(name, rows, encoded.columns, encoded.dtype, encoded.expected_rows)
-        # Layouts compare by identity. A ring's cache returns the same one, unless there are very many.
+        # Layouts compare by identity: a ring's cache returns the same object, unless it holds too many
+        # layouts.
         return encoded if new == old else reshard(encoded, new, self._codec)
 
 
@@ -137,8 +138,8 @@ class _Ring:
                 f"need {layout.granule * row_bytes} bytes; expected at most {max_bytes}, half of "
                 f"cluster.max_message_bytes: raise it on all nodes"
             )
-        # Cut by the rows that are expected, not by those that the table has: a push into a large table costs
-        # as much as into a small one. A chunk with more rows than a message takes travels in fragments.
+        # Chunks are cut by the number of expected rows, not of the table's rows: so a push into a large table
+        # costs as much as into a small one. A chunk with more rows than a message takes travels in fragments.
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
             chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // max_bytes))

@@ -1,6 +1,6 @@
 """Staging: tensors on a GPU are prepared there, and copied through pinned memory.
 
-What such a transfer pushes is known only once the device has finished, and the host must not wait for that.
+The contents of its pushes are known only once the device has finished, and the host must not wait for that.
 So its preparation is an iterator of events, and continues when an event has happened.
 """
 
@@ -52,7 +52,7 @@ class Staged(Transfer):
             is_reached: go on up to the next event without asking whether the present one has happened.
 
         Raises:
-            TensorError: the device has failed, such as for want of memory.
+            TensorError: the device has failed, for example for lack of memory.
         """
         try:
             if is_reached:
@@ -67,7 +67,7 @@ class Staged(Transfer):
 
     @abstractmethod
     def _prepare(self) -> Iterator[Event]:
-        """Prepares the first push; yields each event that the device has to reach before it continues."""
+        """Prepares the first push; yields each event that the device must reach before it continues."""
 
 
 class StagedStrided(Staged):
@@ -102,8 +102,8 @@ class StagedDense(StagedStrided):
     """A strided tensor on a GPU, whose values the host never copies.
 
     The device encodes the values and brings them into the order of positions. One copy takes them to pinned
-    memory, of which frames are slices. What is pulled goes from the receive buffer to the device, which
-    decodes it and brings it into the tensor's order.
+    memory; frames are slices of that memory. Answers go from the receive buffer to the device, which decodes
+    them and brings them into the tensor's order.
 
     Args:
         tensor: of any shape; it must not change before the round has ended.

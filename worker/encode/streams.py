@@ -2,7 +2,7 @@
 
 The blocks of a tensor are divided into *streams*, which are contiguous and independent, and the blocks of a
 stream into *columns*: column c has the blocks c, c + columns, …. A stream goes through *phases*, each a round
-of its own. A phase asks all ranks for one block of each column. Each rank pushes those of these blocks that
+of its own. A phase asks all ranks for one block of each column. Each rank pushes the requested blocks that
 are not zero there, and for each column a pointer to its next non-zero block. The answer has the sums and, for
 each column, the smallest pointer of all ranks: the next phase asks for that block. So blocks that are zero on
 all ranks are never sent. A column ends when no rank has another block, a stream when all its columns have

@@ -1,7 +1,7 @@
 """Given-up rounds: tells servers that this worker will not push a round any more. No socket, no clock.
 
 A round may fail here while a server still waits for a push of this rank, or has refused one: another server
-has found that the ranks disagree, for example. That server would keep the room of the round for ever.
+has found that the ranks disagree, for example. That server would keep the round's memory for ever.
 """
 
 from __future__ import annotations

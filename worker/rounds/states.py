@@ -39,9 +39,9 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 AWAITED: Final[tuple[RoundState, ...]] = ("pushed", "resharding")
 """The states in which a caller here waits for answers."""
 
-# A reconnect may have lost a push or its answer, which nobody notices if rounds have no deadline. So
-# unanswered pushes are repeated: first after this time without any answer to the round, then at growing
-# intervals, because the reason is nearly always a straggler. Pushes are idempotent.
+# A reconnect may lose a push or its answer, and nobody notices that if rounds have no deadline. So unanswered
+# pushes are repeated: first after this time without any answer to the round, then at growing intervals,
+# because the reason is nearly always a straggler. Pushes are idempotent.
 REPEAT_SECONDS = 60.0
 
 Frames = Sequence[memoryview]

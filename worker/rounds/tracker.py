@@ -1,10 +1,10 @@
 """State machine of a worker's rounds: tracks rounds in flight and how each ends. No socket, no clock.
 
 A round is *pushed* until all its chunks are answered, one fails, or its deadline expires. Then it is *kept*:
-a server may die with the only answer that another rank needs, and then all ranks have to push again. It is
+a server may die with the only answer that another rank needs, and then all ranks must push again. It is
 *settled*, and forgotten, once it is certain that all ranks have ended it:
 
-- an answer to the tensor's next step came: every rank had to push for it, and so to end this one first; or
+- an answer to the tensor's next step came: every rank had to end this one before it pushed for that; or
 - three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
   worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
   A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;
@@ -207,7 +207,7 @@ class WorkerRounds:
         if round_ is None or (server, message.chunk) not in round_.unanswered:
             return []
         # On a slow link a whole round may take longer than one interval, so each answer restarts it. A result
-        # resets the interval, too: after several doublings a lost push would be repeated too late.
+        # also resets the interval: after several doublings a lost push would be repeated too late.
         if isinstance(message, Result):
             round_.repeat_seconds = REPEAT_SECONDS
         round_.repeat_at = now + round_.repeat_seconds
@@ -264,7 +264,7 @@ class WorkerRounds:
             if now > round_.deadline:
                 silent = sorted({rank for rank, _ in round_.unanswered})
                 names = "the servers of the former ring"
-                if silent:  # they may wait for a rank, with a longer deadline than this worker's
+                if silent:  # servers may wait for a rank, with a longer deadline than this worker's
                     names = listing(self._servers[rank] for rank in silent)
                     names += "; servers name the rank that is late if cluster.deadline_seconds is theirs, too"
                 reason = f"no answer within {self._deadline_seconds:g} s from {names}"

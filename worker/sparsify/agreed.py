@@ -2,7 +2,7 @@
 
 The first round pushes rows of no columns, so its result is the union of the indices. The second round pushes
 a dense tensor: this rank's values at the union. So every rank pushes these elements and removes them from its
-residual, whichever rank has selected them. A third round, beside the second, sums what the sparsifiers count.
+    residual, whichever rank selected them. A third round, beside the second, sums what the sparsifiers count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Agreed(Transform):
     """Converts one dense gradient to its selected indices; then its values at the union to the sum.
 
     Args:
-        gradient: what is sparsified.
+        gradient: the gradient that is sparsified.
     """
 
     def __init__(self, gradient: Gradient) -> None:
@@ -60,7 +60,7 @@ class Agreed(Transform):
 
     @property
     def dense_bytes(self) -> int:
-        """What pushing and pulling the whole gradient would move."""
+        """The bytes that pushing and pulling the whole gradient would move."""
         return dense_bytes(len(self.gradient.residual), self.gradient.dtype.itemsize)
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class Agreed(Transform):
             with blaming(sparsifier, "learn or count"):
                 sparsifier.learn(indices, gradient.step)
         counts = gradient.count()
-        if counts is None:  # a round all the same, in which ranks find out if others count
+        if counts is None:  # this rank still begins the round, in which ranks find out if others count
             counts = torch.empty(0, dtype=torch.int64, device="cpu")
         if not isinstance(counts, Tensor) or counts.dtype != torch.int64 or counts.dim() != 1:
             name, got = type(sparsifier).__name__, kind_of(counts)
@@ -194,7 +194,7 @@ class AgreedTransfer(Transfer):
         pushed_bytes = sum([part.pushed_bytes for part in self._parts.values()])
         report = self._parts[""].report(progress)
         assert report.rows is not None
-        # The answers to the second and third round are no rows.
+        # The answers to the second and third round contain no rows.
         rows = structs.replace(report.rows, pulled=self._agreed.union_size)
         dense_bytes = self._agreed.dense_bytes
         return structs.replace(report, pushed_bytes=pushed_bytes, dense_bytes=dense_bytes, rows=rows)

@@ -1,7 +1,7 @@
-"""Selection on a device: gradient and residual stay there, and what is selected comes to the host.
+"""Selection on a device: gradient and residual stay there, and only selected elements are copied to the host.
 
-The pass over all elements, which adds the gradient to the residual and finds what is selected, is a kernel
-(:mod:`zenps.kernels.gpu.threshold_compact`). What concerns the selected elements alone is done by PyTorch.
+A kernel passes over all elements, adds the gradient to the residual and finds the selected elements
+(:mod:`zenps.kernels.gpu.threshold_compact`). PyTorch handles the selected elements.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FEW, PART, SURPLUS = 4096, 16, 2
 
 
 class Found(NamedTuple):
-    """What was selected, on the device.
+    """The selected elements, on the device.
 
     Attributes:
         indices: int64 ``[n]``, ascending.
@@ -41,7 +41,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DeviceGradient(Gradient):
-    """What is sparsified in one step, on a device.
+    """A gradient that is sparsified in one step, on a device.
 
     Every method returns when the device has done its work: then another stream may use the residual.
 
@@ -118,7 +118,7 @@ class DeviceGradient(Gradient):
         """Context for work on a stream; at its end, waits for it.
 
         Raises:
-            TensorError: the device has failed, such as for want of memory.
+            TensorError: the device has failed, for example for lack of memory.
             DeadlineError: the device has not finished in time.
         """
         try:
@@ -157,7 +157,7 @@ class DeviceGradient(Gradient):
         rest = self._yet_to_add(gradient)
         for begin, end in self.exact:
             residual[begin:end] = 0
-        if len(self.exact) == 1 and self.exact[0][1] == size:  # at the end, as in a bucket: no copy is needed
+        if len(self.exact) == 1 and self.exact[0][1] == size:  # they are at the end, as in a bucket
             size = self.exact[0][0]
         elif self.exact and rest is not None:
             rest = rest.clone()

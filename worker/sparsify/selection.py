@@ -1,7 +1,7 @@
 """Selection of the elements of a gradient and its residual, by a sparsifier.
 
-What is not selected stays in this rank's residual and is added to its next gradient (error feedback; Stich et
-al., https://arxiv.org/abs/1809.07599).
+Elements that are not selected stay in this rank's residual, which is added to its next gradient (error
+feedback; Stich et al., https://arxiv.org/abs/1809.07599).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..core.statistics import Elements, Statistics
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """What is sparsified in one step, on the CPU.
+    """A gradient that is sparsified in one step, on the CPU.
 
     Attributes:
         name: of the tensor.
@@ -34,7 +34,7 @@ class Gradient:
         feedback: of the tensor.
         step: of the tensor.
         statistics: count the elements.
-        on_device: True if gradient and residual are on a device. What is pushed is on the CPU all the same.
+        on_device: True if gradient and residual are on a device. The pushed elements are always on the CPU.
         is_withheld: True for a gradient that is thrown away: nothing is learned from its exchange.
     """
 
@@ -137,9 +137,8 @@ class Gradient:
 
 
 class Withheld(Gradient):
-    """A gradient that is thrown away, on the CPU: it takes part in the exchange, as other ranks wait for it.
-
-    Nothing of it or of the residual is pushed, and residual and sparsifier stay as they are.
+    """A gradient that is thrown away, on the CPU: it takes part in the exchange, because other ranks wait for
+    it. Nothing of the gradient or the residual is pushed, and residual and sparsifier stay as they are.
     """
 
     is_withheld: ClassVar[bool] = True

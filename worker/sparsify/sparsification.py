@@ -77,7 +77,7 @@ class Sparsification:
         self._loaded: dict[str, Mapping[str, Any]] = {}
         """States that no tensor has taken yet."""
         self._known: set[str] = set()
-        """The tensors of the loaded state. One that was not pushed in each turn lacks some states."""
+        """The tensors of the loaded state. A tensor that was not pushed in each turn lacks some states."""
         self._shared: dict[str, Mapping[str, Any]] = {}
         """States shared by all ranks that no tensor has taken yet."""
 
@@ -113,7 +113,7 @@ class Sparsification:
         """Returns the transform of a gradient; None for a tensor that is pushed whole.
 
         Args:
-            request: its tensor is on the CPU, or on a device. From there it has to be copied to the CPU
+            request: its tensor is on the CPU, or on a device. A tensor on a device must be copied to the CPU
                 before the transform is applied, unless the transform selects on the device.
             step: of the tensor in this job, from 0; equal on all ranks.
 
@@ -207,7 +207,8 @@ class Sparsification:
         is_new = feedback.sparsifier is None
         if is_new:
             self._check_known(name)
-        # Steps count from 0 again when workers join. Then all ranks know the same: what is shared or nothing.
+        # Steps count from 0 again when workers join. Then all ranks have the same state: the shared one, or
+        # none.
         if is_new or (step == 0 and self.kind.exchange == "agreed"):
             feedback.sparsifier, feedback.counts = self._new_sparsifier(request), None
         if step == 0:
@@ -242,7 +243,7 @@ class Sparsified(Transform):
     If values are also quantized, the rounding errors are in the same residual.
 
     Args:
-        gradient: what is sparsified.
+        gradient: the gradient that is sparsified.
     """
 
     def __init__(self, gradient: Gradient) -> None:

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 from zenps.errors import TensorError, UsageError
 
 _EPSILON = 1e-6
-"""torch.nn.utils.clip_grads_with_norm_ adds it to the norm, too."""
+"""torch.nn.utils.clip_grads_with_norm_ adds the same number to the norm."""
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def clip_grad_norm_(
     """Scales gradients in place, so that the norm of all of them together is at most ``max_norm``.
 
     The norm is that of the gradients made dense. A sparse one is coalesced first, because duplicates of a row
-    have to be added before their norm is known; rows that it lacks are zeros, which add nothing.
+    must be added before their norm is known; rows that it lacks are zeros, which add nothing.
 
     Args:
         parameters: those whose ``grad`` is clipped, strided or sparse COO; None is skipped.

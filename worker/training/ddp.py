@@ -41,7 +41,7 @@ class _Bucket(NamedTuple):
         handle: of its round; None if that could not begin.
         result: what DDP waits for.
         gradient: this rank's own.
-        refused: why the gradient was not pushed, or pushed to be thrown away here; None if all went well.
+        refused: why the gradient was not pushed, or was pushed but thrown away here; None if all went well.
     """
 
     handle: Pending | None
@@ -54,10 +54,10 @@ class _Bucket(NamedTuple):
 class CommHookState:
     """The first argument of ``register_comm_hook``; one for each wrapped model.
 
-    A process may wrap several models. All ranks must construct their states in the same order. A copy, as
-    frameworks make it of their arguments, is a new state for another model. So is a state that was pickled
-    with its model and loaded. It lacks the group, as a loaded DDP lacks its own, and DDP has to be given its
-    hook again.
+    A process may wrap several models. All ranks must construct their states in the same order. Frameworks
+    copy their arguments: a copy is a new state for another model, and so is a state that was pickled with its
+    model and loaded. It lacks the group, as a loaded DDP lacks its own, and the hook must be registered with
+    DDP again.
     """
 
     dense_group: dist.ProcessGroup | None = None
@@ -84,8 +84,8 @@ class CommHookState:
     def _finish(self) -> None:
         """Waits for the results of all buckets in flight, and gives them to DDP.
 
-        After an error DDP gets the gradients of this rank, and ends its step with them: a step without an end
-        makes its next forward fail. Then the error is raised from backward.
+        After an error DDP gets the gradients of this rank, and ends its step with them, because an unfinished
+        step makes its next forward fail. Then the error is raised from backward.
         """
         buckets, self._in_flight = self._in_flight, []
         failure: BaseException | None = None
@@ -136,9 +136,9 @@ _default = CommHookState(_prefix=Prefix("ddp"))
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:
     """Averages a bucket over all ranks: ``ddp.register_comm_hook(CommHookState(), zps.comm_hook)``.
 
-    Errors of :func:`push_pull` are raised from ``backward()``. Gradients are those of this rank then. What
-    Ctrl-C raises as a hook begins, or a hook of your own around this one, leaves DDP in a step without an
-    end: its next backward fails by an INTERNAL ASSERT of torch, until the module is wrapped in DDP again.
+    Errors of :func:`push_pull` are raised from ``backward()``; gradients are then those of this rank. If
+    Ctrl-C interrupts the beginning of a hook, or a hook of your own around this one raises, DDP's step never
+    ends: its next backward fails with an INTERNAL ASSERT of torch, until the module is wrapped in DDP again.
 
     Args:
         state: ``None`` for one model whose buckets all go over ZenPS.
@@ -159,7 +159,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
-    # DDP may never use the first layout again, so that its residuals would be lost.
+    # DDP may never use the first layout again: its residuals would be lost.
     is_repeated = name in state._pushed
     state._pushed.add(name)
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
@@ -235,7 +235,7 @@ def _is_hook_of_parameter() -> bool:
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:
-    """Queues a call on the thread of backward; backward raises what it raises.
+    """Queues a call on the thread of backward, which raises the call's exceptions.
 
     DDP waits in C++, where the type of an exception is lost, and Ctrl-C is not noticed.
     """

@@ -41,7 +41,8 @@ class TrainingState:
 
     Construction makes all ranks equal to the lowest one, so :func:`broadcast_parameters` is not needed. Where
     ``cluster.on_worker_loss`` is ``continue``, a worker that joins a running job gets the state of the others
-    at their next :meth:`commit`. Of a sparsifier that is what all ranks share; residuals stay where they are.
+    at their next :meth:`commit`. It also gets the part of a sparsifier's state that all ranks share;
+    residuals stay where they are.
 
     Args:
         model: parameters and buffers, the same names and shapes on all ranks.
@@ -50,7 +51,7 @@ class TrainingState:
 
     Raises:
         UsageError: ``zenps.init()`` was not called, ``optimizers`` is an optimizer, or a value has the name
-            of an attribute of this class or is no plain data.
+            of an attribute of this class or is not plain data.
         MismatchError: the ranks' parameters differ.
         PeerLostError: all ranks that had the state of the job were lost.
     """

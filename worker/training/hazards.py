@@ -46,12 +46,12 @@ def check_modules(parameters: Iterable[Parameter]) -> None:
     """Checks the modules that have these parameters.
 
     Raises:
-        UsageError: an embedding has ``max_norm``, or DistributedDataParallel averages the gradients, too.
+        UsageError: an embedding has ``max_norm``, or DistributedDataParallel also averages the gradients.
     """
     own = set(parameters)
     if _hazard_to(own) is None:
         return
-    # Modules that nobody has any more live until then, on one rank longer than on another.
+    # Unreferenced modules may stay alive until then, on one rank longer than on another.
     gc.collect()
     if (hazard := _hazard_to(own)) is not None:
         raise UsageError(hazard)
@@ -64,7 +64,7 @@ def check_applied_at_once(what: str) -> None:
         what: the module that averages them.
 
     Raises:
-        UsageError: an optimizer has to apply them later, or to average models, or to give its momentum.
+        UsageError: an optimizer must apply them later, average models, or give its momentum.
     """
     world = PROCESS.world
     if world.staleness or world.averages_models:

@@ -3,7 +3,8 @@
 Like ``torch.distributed.algorithms.Join``. Before each step of an optimizer, the ranks tell each other in a
 small round which optimizer steps, or that their input has ended. A rank whose input has ended takes part in
 the same step without gradients. In the end it gets the parameters and the optimizer's state of a rank that
-has taken all steps, for those may have clipped gradients, left out steps or changed the learning rate.
+has taken all steps, because those ranks may have clipped gradients, left out steps or changed the learning
+rate.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    A rank that leaves the block waits in it until all have left it, and contributes nothing. Averages are
-    still divided by the number of all ranks, as by default under torch's ``Join``. Then it gets the
-    parameters and the optimizers' state of a rank that has taken all steps, so that these are equal on all
-    ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed and not
-    applied are dropped, but for those that backward has pushed already: they are part of the others' next
-    step. Each step costs one small round more. If the block is left by an exception, this returns at once.
+    A rank whose loop has ended waits at the end of the block until all loops have ended, and contributes
+    nothing. Averages are still divided by the number of all ranks, as by default under torch's ``Join``. Then
+    it gets the parameters and the optimizers' state of a rank that has taken all steps, so that these are
+    equal on all ranks. Buffers and learning rate schedulers are each rank's own. Gradients that were computed
+    and not applied are dropped, except for those that backward has pushed already: they are part of the
+    others' next step. Each step costs one more small round. If an exception ends the block, this returns at
+    once.
 
-    Only steps may be waited for in the block: other calls of ZenPS, such as :func:`zenps.allreduce`, and the
-    unfreezing of parameters would wait for ranks that have left it.
+    In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as
+    :func:`zenps.allreduce`, and the unfreezing of parameters would wait for ranks that have left it.
 
     Args:
         optimizers: all that step in the block, in the same order on all ranks.
@@ -74,7 +76,7 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
 
 
 class _Step(NamedTuple):
-    """What those ranks do next whose input has not ended."""
+    """What the ranks whose input has not ended do next."""
 
     optimizer: DistributedOptimizer
     is_dropped: bool

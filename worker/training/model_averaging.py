@@ -1,6 +1,6 @@
 """Model averaging (DS-Sync): ranks step with their own gradients, then average their models in groups.
 
-Groups change from step to step, so what one has learned reaches all:
+Groups change from step to step, so that each rank's updates reach all ranks:
 :mod:`zenps.worker.backends.peers.schedule`.
 """
 
@@ -30,7 +30,7 @@ class ModelAveraging(Consistency):
     Args:
         optimizer: whose parameters they are.
         parameters: by name.
-        buffers: by name; those of floating-point dtypes are averaged, too.
+        buffers: by name; those of floating-point dtypes are also averaged.
 
     Raises:
         UsageError: two tensors have the same name.
@@ -216,12 +216,12 @@ def average_parameters() -> None:
 
     Call it on all ranks at the same point: before weights are evaluated or saved, and at the end. The model
     of each :class:`DistributedOptimizer` is its parameters and floating-point buffers. Ranks are equal
-    afterwards, until the next step. Otherwise it does nothing: there ranks are always equal. Errors are
-    those of :func:`zenps.push_pull`.
+    afterwards, until the next step. Under other consistencies it does nothing, because ranks are always
+    equal. Errors are those of :func:`zenps.push_pull`.
     """
     world = PROCESS.world
     if _living:
-        gc.collect()  # a model that nobody has any more may be gone on one rank, and not yet on another
+        gc.collect()  # an unreferenced model may be gone on one rank, and not yet on another
     distances = [model.average_over_all() for _, model in sorted(_living.items())]
     if distances:
         world.note_consensus(max(distances))

@@ -1,7 +1,8 @@
 """Momentum correction: a sparsifier applies the momentum of an optimizer, instead of the optimizer.
 
-A residual sums gradients of many steps, so momentum has to be applied before (:mod:`zenps.sparsifiers.dgc`).
-Weight decay, and gradients that are not sparsified, get the same momentum as from the optimizer.
+A residual sums gradients of many steps, so momentum must be applied before that
+(:mod:`zenps.sparsifiers.dgc`). Weight decay, and gradients that are not sparsified, get the same momentum as
+from the optimizer.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from zenps.sparsifiers.base import Momentum
 from ..process import PROCESS
 
 _TAKEN = -0.0
-"""Replaces what was taken from a group: a zero to SGD, but not the zero that a script sets."""
+"""Replaces a value that was taken from a group: SGD sees a zero, but it differs from a zero that a script
+sets."""
 
 
 class MomentumCorrection:
     """The momentum and weight decay of one ``torch.optim.SGD``, which steps without them from now on.
 
-    Buffers are those of the optimizer's state, under its own key. That of a sparsified parameter has only
-    weight decay.
+    Buffers are those of the optimizer's state, under its own key. The buffer of a sparsified parameter has
+    only weight decay.
 
     Args:
         optimizer: all its groups have the same momentum.
@@ -128,7 +130,7 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None
     """Returns the correction if ``sync.sparsifier`` needs one; then the optimizer steps without momentum.
 
     Raises:
-        UsageError: it is needed, and the optimizer is no ``torch.optim.SGD`` of one momentum.
+        UsageError: it is needed, and the optimizer is not a ``torch.optim.SGD`` with one momentum.
     """
     sparsification = PROCESS.world.sparsification
     if sparsification is None or not sparsification.kind.takes_momentum:

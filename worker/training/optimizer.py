@@ -38,28 +38,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
     gradients are sparse in the first step that uses them, so in that step pushes wait for ``step()``.
 
     Backward may run several times before ``step()``, for several losses or micro-batches: gradients add up,
-    as without ZenPS. After the first such step they are pushed in the last of these passes. A gradient that
-    ``zero_grad()`` throws away, because a GAN's other network has computed it or a batch is bad, is thrown
-    away on all ranks.
+    as without ZenPS. After the first such step they are pushed in the last of these passes. If
+    ``zero_grad()`` throws a gradient away, because a GAN's other network has computed it or a batch is bad,
+    it is thrown away on all ranks.
 
     All ranks construct it at the same point, where they compare names. A process may wrap several optimizers;
-    all ranks must wrap them in the same order. It passes for an instance of the optimizer's class.
+    all ranks must wrap them in the same order. ``isinstance`` takes it for an instance of the optimizer's
+    class.
 
     Args:
-        optimizer: over the local parameters; everything but gradients stays its own.
+        optimizer: over the local parameters; it keeps everything but the gradients to itself.
         named_parameters: ``model.named_parameters()``, or at least those that ``optimizer`` has;
             without it, parameters have the names that ``optimizer`` was given, or their positions.
-        named_buffers: ``model.named_buffers()``. With ``sync.consistency = ds-sync``, those of floating-point
-            dtypes are averaged like parameters, as batch normalization has them; else each rank has its own.
+        named_buffers: ``model.named_buffers()``. With ``sync.consistency = ds-sync``, floating-point buffers,
+            such as those of batch normalization, are averaged like parameters; otherwise each rank has its
+            own.
         average: divide by the number of ranks; otherwise gradients are summed.
         backward_passes_per_step: how often backward runs before ``step()``, if that is known from the first
             step on. :meth:`no_sync` says the same for single passes.
 
     Raises:
-        UsageError: ``zenps.init()`` was not called, the optimizer is none or is wrapped already, an argument
-            is of another type, a parameter has no name, two have the same name, ``sync.sparsifier`` cannot
-            take the optimizer's momentum, the optimizer is LBFGS, an embedding has ``max_norm``, or
-            DistributedDataParallel has the same parameters.
+        UsageError: ``zenps.init()`` was not called, ``optimizer`` is not an optimizer or is wrapped already,
+            an argument is of another type, a parameter has no name, two have the same name,
+            ``sync.sparsifier`` cannot take the optimizer's momentum, the optimizer is LBFGS, an embedding has
+            ``max_norm``, or DistributedDataParallel has the same parameters.
         TensorError: a parameter wraps other tensors, as a DTensor does.
         MismatchError: the ranks' parameters differ.
     """
@@ -158,20 +160,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict`, :meth:`TrainingState.commit` before it admits workers, and
-        :func:`zenps.shutdown` do so, too. Gradients are cleared then. Without a staleness it does nothing.
-        Errors are those of :func:`zenps.push_pull`.
+        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :meth:`TrainingState.commit` before
+        it admits workers. Gradients are cleared then. Without a staleness it does nothing. Errors are those
+        of :func:`zenps.push_pull`.
 
         Raises:
             UsageError: called between backward and ``step()``.
         """
         while self._consistency.take_earlier():
             self._apply()
-            # Not left to the next backward, which would add to them in a loop that clears after each step.
+            # Cleared here: if a loop clears gradients after each step, the next backward would add to these.
             self._inner.zero_grad()
 
     def _drain_before_leaving(self) -> None:
-        # What an earlier world has left in flight may have ended on some ranks and failed on others.
+        # Rounds that an earlier world has left in flight may have ended on some ranks and failed on others.
         if self._consistency.is_of_this_world:
             self.drain()
 
@@ -186,15 +188,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """``GradScaler.step`` reads this before it unscales gradients. They have to be averages by then: so
-        all ranks find the same infinities, and skip the same steps.
+        """``GradScaler.step`` reads this before it unscales gradients. They must be averages by then, so that
+        all ranks find the same infinities and skip the same steps.
 
-        It is False also for a fused optimizer, which would get the scale by attributes of the wrapping one.
+        It is also False for a fused optimizer: the scale would be set as attributes of the wrapper, not of
+            the wrapped optimizer.
         """
         if PROCESS.world.averages_models:
             raise UsageError(
-                "GradScaler: expected that all ranks step, as sync.consistency = ds-sync needs it; it skips "
-                "steps of single ranks; use bsp, or bfloat16 without a scaler"
+                "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that; "
+                "GradScaler skips steps of single ranks; use bsp, or bfloat16 without a scaler"
             )
         if PROCESS.world.staleness:
             raise UsageError(
@@ -205,8 +208,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             sparsification = PROCESS.world.sparsification
             got = "quantized values" if sparsification is None else sparsification.name
             raise UsageError(
-                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: what is "
-                "left of a gradient would be added to one of another scale; use bfloat16 autocast, which "
+                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
+                "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which "
                 "needs no scaler, or GradScaler(enabled=False)"
             )
         if not (self._skip or self._consistency.is_synchronized):
@@ -222,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             UsageError: called between backward and ``step()``, and gradients were pushed, quantized or
-                sparsified, by backward or :meth:`synchronize`: what is left of them would be pushed later.
+                sparsified, by backward or :meth:`synchronize`: their residuals would be pushed later.
         """
         self.drop_step()
         self._inner.zero_grad(set_to_none)
@@ -297,8 +300,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Replaces every gradient by its average over all ranks.
 
-        ``step()`` does this; call it yourself before to clip, unscale or inspect gradients. Parameters that
-        were unfrozen since the last step are agreed on here. Errors are those of :func:`zenps.push_pull`.
+        ``step()`` does this; call it yourself before ``step()`` to clip, unscale or inspect gradients. Ranks
+        also agree here on parameters that were unfrozen since the last step. Errors are those of
+        :func:`zenps.push_pull`.
 
         Raises:
             UsageError: a gradient was changed since backward computed it, or an embedding that was unfrozen
@@ -346,7 +350,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step_for_others(self, *, is_dropped: bool) -> None:
         """Takes part in a step of the others without gradients of this rank; for :func:`zenps.join`.
 
-        Nothing is applied: the others may clip, unscale or leave out what they apply. See :meth:`adopt`.
+        Nothing is applied here, because the others may clip, unscale or leave out gradients before they apply
+        them. See :meth:`adopt`.
         """
         self._inner.zero_grad()
         if is_dropped:

@@ -97,7 +97,7 @@ class Channel(Waiter):
         self._writer = PushWriter(view.rank, wire.pull_codec, self._servers)
         self._sender = Sender(self._servers, wire.prioritized, metrics, spans)
         self._closed = False
-        self._follow(view)  # nobody else has this channel yet, and what fails here fails init()
+        self._follow(view)  # nobody else has this channel yet, and an error here makes init() fail
         self._pusher = threading.Thread(target=self._poll_for_queue, name="zenps-pusher", daemon=True)
         if wire.prioritized:
             self._pusher.start()
@@ -181,7 +181,7 @@ class Channel(Waiter):
         return Round(name, step, encoded.sharding.ring_epoch, outgoing, encoded, options, now_ns())
 
     def _share(self, encoded: EncodedTensor, options: Options) -> EncodedTensor:
-        # Without a layout, it goes whole, and is too small to be shared, or in blocks, which are not shared.
+        # Without a layout, it goes whole and is too small to be shared, or in blocks, which are not shared.
         is_shared = encoded.sharding.layout is not None and self.arena() is not None
         return self._writer.share(encoded, options) if is_shared else encoded
 
@@ -232,7 +232,7 @@ class Channel(Waiter):
             self._lose(commands.event_error(error))
 
     def _lose(self, error: ZenPSError) -> None:
-        """Fails all rounds, also one that has ended before its result was delivered."""
+        """Fails all rounds, including one that has ended but whose result was not delivered yet."""
         self._execute(self._rounds.on_lost(error))
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)
@@ -249,7 +249,7 @@ class Channel(Waiter):
                 self._run(commands.Tick(now))
                 continue
             events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
-            if MASK.is_held:  # not lifted while it polls, for that would cost each round more than the poll
+            if MASK.is_held:  # not lifted meanwhile: that would cost more than the poll
                 with MASK.lifted:
                     pass
             try:

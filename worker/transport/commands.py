@@ -1,4 +1,4 @@
-"""Commands of the channel: what any thread may ask of the thread that has the combining lock."""
+"""Commands of the channel: requests of any thread to the thread that has the combining lock."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ class Listener:
         self._listener = handshake.Listener(self.address, net.SOCK_SEQPACKET, Hello)
 
     def accept(self, own: int, fd: int, ranks: Sequence[int]) -> list[Link]:
-        """Waits for all of ``ranks`` and returns the links in this order. Unrelated processes delay nobody.
+        """Waits for all of ``ranks`` and returns the links in this order. Unrelated processes delay no
+        follower.
 
         Args:
             own: this rank.

@@ -1,7 +1,7 @@
 """Lease of a worker: one thread sends heartbeats, receives views, and handles barriers and admission.
 
-The thread never takes the channel's lock, so nothing on the data path delays a heartbeat. It leaves events
-for the channel to a second thread (:mod:`.events`).
+The thread never takes the channel's lock, so nothing on the data path delays a heartbeat. A second thread
+(:mod:`.events`) hands events to the channel.
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ class Lease:
     Attributes:
         view: membership and ring.
         joining: how many workers wait to be admitted, by the scheduler's latest message.
-        waits_for: what a caller waits for beside barriers and the channel, and since which monotonic time.
+        waits_for: what a caller waits for other than barriers and the channel, and since which monotonic
+            time.
         failure: the error that has ended this worker's membership; None while it lasts.
         ended: gets ``failure`` as its exception.
     """
@@ -125,7 +126,7 @@ class Lease:
         self._barrier_call: Future[None] | None = None
         self._admission_call: Future[None] | None = None
         self._arrived = 0.0
-        """When a caller came to the last barrier, or admission."""
+        """The time at which a caller came to the last barrier, or admission."""
         self._events = EventThread(channel, self._cluster.lease_seconds / BEATS_PER_LEASE)
         self._thread = threading.Thread(target=self._keep, name="zenps-lease", daemon=True)
         self._thread.start()
@@ -182,7 +183,7 @@ class Lease:
 
         Args:
             together: first wait up to :data:`TOGETHER_SECONDS` for all workers to call this. If a server dies
-                before it has answered all of them, every worker has to push again.
+                before it has answered all of them, every worker must push again.
         """
         if together and self.failure is None:
             reached: Future[None] = Future()
@@ -243,7 +244,7 @@ class Lease:
         except PeerLostError as error:  # the scheduler refuses this worker's connection
             self._fail(error)
         except BaseException as error:
-            # Without heartbeats the others will soon regard this worker as lost, so it has to fail, too.
+            # Without heartbeats the others will soon regard this worker as lost, so it must also fail.
             self._fail(ZenPSError(f"the lease's thread ended: {error!r}"))
             raise
         finally:

@@ -25,7 +25,7 @@ class CombiningLock(Generic[Command]):
     Attributes:
         wake: is readable when other threads have left commands. The owner polls it, and then calls
             :meth:`on_wake`.
-        commands: what other threads have left. Only the owner takes from it.
+        commands: the commands that other threads have left. Only the owner takes them.
         is_taken: True if a thread has the lock.
     """
 

@@ -38,10 +38,9 @@ class Membership(NamedTuple):
 def join(
     config: Config, register: Register, spans: Spans, *, has_left: bool = False
 ) -> tuple[Membership, SchedulerLink]:
-    """Joins the cluster and waits until it is complete. The link is for the lease.
-
-    The link has a context of its own, which the caller destroys. libzmq resolves names on the thread that
-    moves the bytes of all sockets of a context: a slow answer for a server would delay heartbeats.
+    """Joins the cluster and waits until it is complete. The returned link is for the lease. It has a context
+    of its own, which the caller destroys. libzmq resolves names on the thread that moves the bytes of all
+    sockets of a context: a slow answer for a server would delay heartbeats.
 
     ``has_left`` is that of :meth:`SchedulerLink.join`.
 

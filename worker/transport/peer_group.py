@@ -97,10 +97,10 @@ class GlooGroup(Group):
     Args:
         rank, size: this rank, and the number of ranks.
         host: an address of this machine, on which gloo listens and other ranks reach it.
-        allgather: by which ranks exchange their addresses.
+        allgather: called to exchange the addresses of all ranks.
 
     Raises:
-        GroupError: the ranks cannot reach one another, or ``host`` is no address of this machine.
+        GroupError: the ranks cannot reach one another, or ``host`` is not an address of this machine.
     """
 
     def __init__(self, rank: int, size: int, host: str, allgather: Allgather) -> None:

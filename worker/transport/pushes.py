@@ -103,7 +103,7 @@ class Sender:
         spans: for a timeline.
 
     Attributes:
-        is_behind: set when a push has to wait in the send queue.
+        is_behind: set when a push must wait in the send queue.
     """
 
     def __init__(

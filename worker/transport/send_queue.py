@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from ..rounds.states import Outgoing
 
 _Key = tuple[int, str, int, int, int]
-"""What tells a push from all others: its server, tensor, step, chunk and fragment."""
+"""The key that identifies a push: its server, tensor, step, chunk and fragment."""
 
 
 class SendQueue:

@@ -74,7 +74,8 @@ class ServerSockets:
         self._last_large: dict[int, zmq.MessageTracker] = {}
         """By server, the last frame that was sent by reference, unless libzmq is known to have sent it."""
         self._handshakes: dict[int, Handshakes] = {}
-        """Monitors of the sockets' handshakes; empty without keys: then no handshake fails for good."""
+        """Monitors of the sockets' handshakes; empty without keys, because then no handshake fails for
+        good."""
 
     def rank_of(self, socket: Socket) -> int | None:
         """Returns the server's rank; None if ``socket`` is a handshake monitor."""

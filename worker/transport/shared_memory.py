@@ -52,7 +52,7 @@ class SharedMemoryPeer:
         return cls(socket, arena)
 
     def find(self, values: memoryview) -> Shared | None:
-        """Returns the offset and size by which the server reads ``values``; None if they have to be sent."""
+        """Returns the offset and size by which the server reads ``values``; None if they must be sent."""
         if values.nbytes < COPY_BELOW_BYTES or not self._is_there():
             return None
         offset = self._arena.find(values)
@@ -96,7 +96,8 @@ class SharedMemoryPeer:
         self._dropped = deque()
 
     def _is_there(self) -> bool:
-        """True if the server has answered, and has not ended since: another may be at its address now."""
+        """True if the server has answered, and has not ended since. Otherwise another server may be at its
+        address now."""
         if self._window is None or self._is_lost:
             return self._has_answered()
         try:

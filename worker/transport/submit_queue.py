@@ -46,7 +46,7 @@ class SubmitQueue(Waiter):
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor once it is prepared.
 
-        A tensor that is prepared already overtakes the queue, as tensors on the CPU always do.
+        A tensor that is already prepared overtakes the queue; tensors on the CPU always are.
         """
         if not pending.is_staged:
             self._channel.submit(pending)

@@ -1,7 +1,7 @@
 """BytePS's interface for PyTorch, on ZenPS: ``import zenps.byteps as bps``.
 
-Names, argument orders and defaults are those of BytePS 0.2. What differs: sparse gradients are pushed as they
-are; objects are plain data, tuples, sets and tensors, for nothing is pickled; ``broadcast_parameters`` keeps
+Names, argument orders and defaults are those of BytePS 0.2. Differences: sparse gradients are pushed as they
+are; nothing is pickled, so objects are plain data, tuples, sets and tensors; ``broadcast_parameters`` keeps
 all bits of every dtype, where BytePS sums zeros; there is no asynchronous training. docs/migration.md has
 every name.
 """
@@ -61,7 +61,8 @@ byteps_push_pull = push_pull_async_inplace
 
 
 def init(lazy: bool = True) -> None:
-    """Joins the cluster, as :func:`zenps.init` does by default. Again, it does nothing, nor does ``lazy``."""
+    """Joins the cluster, as :func:`zenps.init` does by default. A second call has no effect; nor has
+    ``lazy``."""
     if not _api.is_initialized():
         _api.init()
 

@@ -14,7 +14,7 @@ from zenps.horovod.reduction import Reduction
 from zenps.worker.process import PROCESS
 
 UNNAMED: Final = 8192
-"""How many unnamed tensors have names of their own. Then names repeat, for nodes remember each name."""
+"""How many unnamed tensors get different names. Then names repeat, because nodes remember each name."""
 
 
 class Handle:

@@ -22,10 +22,10 @@ class DistributedOptimizer(worker.DistributedOptimizer):
         named_parameters: ``model.named_parameters()``. Without it, parameters are named by their position.
         compression: has no effect here, and a warning says so: ``sync.values`` quantizes gradients.
         backward_passes_per_step: how often backward runs before ``step()``. Gradients of these passes add up.
-        staleness: must be 0: ``sync.staleness`` says it for the whole job.
+        staleness: must be 0: ``sync.staleness`` sets it for the whole job.
 
     Raises:
-        UsageError: ``staleness`` is another, or as :class:`zenps.DistributedOptimizer` raises.
+        UsageError: ``staleness`` is not 0, or as :class:`zenps.DistributedOptimizer` raises.
         MismatchError: the ranks' parameters differ.
     """
 

@@ -20,8 +20,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     All ranks construct it at the same point, where they get the parameters and buffers of rank 0. A gradient
     that this rank has not computed counts as zeros, so that ``synchronize()`` need not be called for an
-    unused branch. What a backward that raised an error has pushed is thrown away by the next forward, which
-    all ranks have to call.
+    unused branch. If a backward raised an error, the next forward, which all ranks must call, throws away
+    what it has pushed.
 
     Args:
         module: whose parameters are trained; it may have sparse gradients.
@@ -53,7 +53,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         worker.broadcast_parameters(module.state_dict(), 0)
-        # It steps nothing: of an optimizer, only the averages are needed.
+        # This optimizer never steps: it only averages gradients.
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._optimizer = worker.DistributedOptimizer(
             torch.optim.SGD(parameters, lr=0.0), module.named_parameters()
@@ -77,7 +77,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward only adds up gradients. A later backward averages them, too."""
+        """Context in which backward only adds up gradients. A later backward also averages them."""
         before, self._synchronizes = self._synchronizes, False
         try:
             with self._optimizer.no_sync():
@@ -86,24 +86,24 @@ class DistributedDataParallel(torch.nn.Module):
             self._synchronizes = before
 
     def synchronize(self) -> None:
-        """Replaces gradients by averages if backward has not: where it computed none on this rank."""
+        """Replaces gradients by averages if backward has not, because it computed none on this rank."""
         if not self._is_synchronized:
             self._end()
 
     def _await_end(self, _: Tensor) -> None:
-        """Has the averages awaited at the end of this backward."""
+        """Makes the end of this backward wait for the averages."""
         if self._synchronizes and not self._is_awaited:
             self._is_awaited = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end_failed(self) -> None:
-        """Ends the step of a backward that has raised: autograd has dropped what it had queued."""
+        """Ends the step of a backward that has raised: autograd has then dropped the queued ``_end``."""
         if not self._is_awaited:
             return
         self._is_awaited = False
         try:
             self._optimizer.drop_step()
-        except UsageError:  # of residuals: a step that fails loses what it has pushed
+        except UsageError:  # warns once of what residuals lose with the failed step
             self._optimizer.drop_step()
 
     def _end(self) -> None:

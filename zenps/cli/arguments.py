@@ -95,7 +95,7 @@ def _add_questions(add: _Add) -> None:
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="role of this node")
     drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK", note=found)
     drain.add_argument("rank", type=int, metavar="RANK", help="rank of the server, as zenps status shows it")
-    until_confirmed = "cluster.lease_seconds + 5, for a server that does not confirm is lost then"
+    until_confirmed = "cluster.lease_seconds + 5: a server that does not confirm is lost by then"
     for asking, seconds, shown in ((status, 5.0, "5"), (health, 5.0, "5"), (drain, None, until_confirmed)):
         summary = f"how long to wait (default: {shown})"
         asking.add_argument("--timeout-seconds", type=_seconds, default=seconds, metavar="S", help=summary)

@@ -83,7 +83,7 @@ def _load(args: argparse.Namespace) -> Loaded:
 
 
 def _load_with_scheduler(args: argparse.Namespace) -> Config:
-    """Loads the settings, of which ``cluster.scheduler`` must be set."""
+    """Loads the settings, and checks that ``cluster.scheduler`` is set."""
     config = _load(args).config
     if not config.cluster.scheduler:
         raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
@@ -106,9 +106,10 @@ def _require_command(command: Sequence[str]) -> None:
 
 
 def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
-    """Returns our environment with the options added as variables, which a child process loads.
+    """Returns the environment of a child process: ours, with the options added as variables.
 
-    It finds all other settings as we did. So their precedence stays, and what ``zenps config`` shows there.
+    The child finds all other settings as we did, so their precedence is the same, and ``zenps config`` shows
+    their sources.
     """
     environment = dict(os.environ)
     if args.config is not None:
@@ -123,7 +124,7 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
 
 
 def _serve(role: str, config: Config, serve: Callable[[], None]) -> int:
-    """Runs a role until the job ends, SIGTERM or Ctrl-C, all of which close its sockets."""
+    """Runs a role until the job ends, or until SIGTERM or Ctrl-C; its sockets are closed in each case."""
     logger = setup_log(config.log, role, owns_process=True)
     TERMINATION.install(SIGNALLED)
     try:
@@ -281,7 +282,7 @@ def _record(args: argparse.Namespace, steps: int, workers: int, trace: Path) -> 
 
 
 def _keygen(args: argparse.Namespace) -> int:
-    # A secret without its line in the list would be in the way of the next try.
+    # A signal must not leave a secret without its line in the list: the next run would refuse it.
     TERMINATION.install(SIGNALLED)
     cluster = _load(args).config.cluster
     made = generate(args.directory, cluster.workers, cluster.servers)

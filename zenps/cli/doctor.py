@@ -35,7 +35,7 @@ from .status import fetch
 TIMEOUT_SECONDS: Final = 2.0
 
 OTHER_FILES: Final = 128
-"""Files, pipes and sockets of a Python process with torch and ZeroMQ, beside those to the peers."""
+"""Files, pipes and sockets of a Python process with torch and ZeroMQ, besides the connections to peers."""
 
 _GIB: Final = 1 << 30
 
@@ -54,7 +54,7 @@ def examine(config: Config, found: Sequence[LocalCluster] = ()) -> list[Check]:
 
     Args:
         config: the settings.
-        found: the user's clusters on this machine, of which one is checked if the settings name none.
+        found: the user's clusters on this machine. If the settings name none, one of these is checked.
     """
     return [
         *_versions(),
@@ -244,7 +244,8 @@ def _cluster(config: Config, found: Sequence[LocalCluster]) -> Iterator[Check]:
 
 
 def _own_address(host: str, port: int) -> Check:
-    """Checks the address of a server here. Behind NAT, this machine lacks it, and listens on all it has."""
+    """Checks the address of a server here. Behind NAT this machine does not own it: servers listen on all
+    addresses."""
     advice = "set cluster.host to an address that leads here, cluster.server_port to 0 or a free port"
     try:
         here = bindable(host)
@@ -309,7 +310,7 @@ def _levels(config: Config, status: Status) -> Check:
 
 
 def _same_settings(config: Config, status: Status) -> Check:
-    """Checks the shared settings: the scheduler refuses a worker with others."""
+    """Checks the shared settings: the scheduler refuses a worker that has different ones."""
     own = shared_settings(config)
     differing = [
         f"{name} is {own.get(name)!r} here and {value!r} there"

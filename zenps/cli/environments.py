@@ -14,7 +14,7 @@ from zenps.errors import ConfigError
 from zenps.keys import load_keys
 
 _TORCHRUN: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What workers get of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
+"""Set for workers, of https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables"""
 
 _LOOPBACK: Final = "127.0.0.1"
 
@@ -76,7 +76,7 @@ def environments(
 
 
 def _check_keys(config: Config) -> None:
-    """Loads the keys of all processes: an error here is one line, and not one of each process."""
+    """Loads the keys of all processes, so that an error is reported once, not by each process."""
     security = config.security
     if security.secret and not Path(security.secret).is_dir():
         raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")

@@ -31,13 +31,13 @@ _MAX_BYTES: Final = 1 << 16
 
 
 class LocalCluster(msgspec.Struct, frozen=True):
-    """What a scheduler says of its cluster. Nothing in it is secret.
+    """A scheduler's description of its cluster. Nothing in it is secret.
 
     Attributes:
         address: ``host:port`` of the scheduler.
         job: ``cluster.job``.
         workers, servers: how many the cluster was started for.
-        folder: the working directory of the scheduler, by which a user recognises the cluster.
+        folder: the working directory of the scheduler, which helps the user to recognise the cluster.
     """
 
     address: str
@@ -53,7 +53,7 @@ class LocalCluster(msgspec.Struct, frozen=True):
         return f"{options} ({self.workers} worker(s), {self.servers} server(s), started in {self.folder!r})"
 
     def configure(self, config: Config) -> Config:
-        """Returns ``config`` with the settings of this cluster, by which an admin client reaches it."""
+        """Returns ``config`` with the settings with which an admin client reaches this cluster."""
         own = {"scheduler": self.address, "job": self.job, "workers": self.workers, "servers": self.servers}
         return msgspec.structs.replace(config, cluster=msgspec.structs.replace(config.cluster, **own))
 
@@ -65,7 +65,7 @@ class LocalCluster(msgspec.Struct, frozen=True):
 def published(cluster: ClusterConfig, address: str) -> Iterator[None]:
     """Lets this user's commands find, within the context, the cluster whose scheduler listens at ``address``.
 
-    A scheduler that can write to no directory runs as well: then the commands need its address.
+    If no directory can be written, the scheduler runs all the same, and the commands need its address.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -174,7 +174,7 @@ def find_cluster(loaded: Loaded) -> LocalCluster:
     """
     found = find_clusters(loaded)
     if not found:
-        expected = "'host:port' of the scheduler, for no cluster of yours was found on this machine"
+        expected = "'host:port' of the scheduler, because no cluster of yours was found on this machine"
         raise ConfigError("cluster.scheduler", "", f"{expected}; zenps launch starts one")
     if len(found) > 1:
         choices = listing(found, "; ")

@@ -18,7 +18,7 @@ STALLED_SECONDS: Final = 60.0
 """Output that nobody reads for this long has failed. Applies to streams that do not block."""
 
 LOOK_SECONDS: Final = 0.25
-"""How often a write that waits looks whether it should go on waiting."""
+"""How often a waiting write checks whether it should go on waiting."""
 
 # Escape sequences that erase or move would damage the lines of other processes. Colours are kept.
 _CURSOR: Final = re.compile(rb"\x1b\[[0-9;]*[A-HJKSTfsu]")

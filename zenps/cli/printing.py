@@ -50,7 +50,7 @@ def settings_to_json(settings: Sequence[Setting]) -> str:
 
 
 def _as_json(value: object) -> object:
-    """``value``; a path that is not UTF-8 has replacement characters, for JSON has no other way."""
+    """``value``; a path that is not UTF-8 gets replacement characters, because JSON cannot hold its bytes."""
     return os.fsencode(value).decode(errors="replace") if isinstance(value, str) else value
 
 

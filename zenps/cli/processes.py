@@ -165,7 +165,7 @@ class Process:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    # No process of the group may be ours to signal, as under sudo. It then ends by itself.
+    # Perhaps we may not signal any process of the group, as under sudo. It then ends by itself.
     with contextlib.suppress(PermissionError):
         os.killpg(group, number)
 

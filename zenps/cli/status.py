@@ -27,7 +27,7 @@ def fetch(cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = No
 def report_end(
     role: Role, rank: int, cluster: ClusterConfig, timeout_seconds: float, keys: Keys | None = None
 ) -> Status:
-    """Tells the scheduler that the process of a node of this host has ended: nobody waits for its lease.
+    """Tells the scheduler that the process of a node of this host has ended, so nobody waits for its lease.
 
     Returns the status afterwards. With keys, this needs the operator's. Errors are those of
     :func:`~zenps.wire.admin_client.ask`.

@@ -25,13 +25,14 @@ from .processes import Guard, Pipe, Process, Program
 from .status import fetch, report_end
 
 GRACE_SECONDS: Final = 4.0
-"""From what ends the job to SIGKILL; and how long scheduler and servers have to end after the last worker.
+"""How long processes have from the event that ends the job to SIGKILL. Also how long scheduler and servers
+have to end after the last worker.
 
 So everything has ended within 5 seconds, whatever happens.
 """
 
 STATUS_SECONDS: Final = 1.0
-"""How long the scheduler has to answer a question for the status."""
+"""How long the scheduler may take to answer a request for the status."""
 
 MAX_SCHEDULER_DEATHS: Final = 3
 """A scheduler that is killed more often than this is not restarted."""
@@ -56,7 +57,7 @@ class Supervisor:
         self._guard = Guard()
         self._processes: list[Process] = []
         self._address = b""
-        """What the scheduler has written of its address, which ends with a line end."""
+        """The part of its address that the scheduler has written; a complete one ends with a line end."""
         self._code: int | None = None
         """The exit code of the job, once it is decided."""
         self._scheduler_deaths = 0
@@ -153,8 +154,7 @@ class Supervisor:
         if self._output.failure is not None and self._code is None:
             is_unread = isinstance(self._output.failure, BrokenPipeError)
             self._end(SIGNALLED + signal.SIGPIPE if is_unread else FAILED)
-        # Look at all processes again after each end: what is read while one end is handled may be the only
-        # notice of another.
+        # Look at all processes again after each end: handling one end may consume the only notice of another.
         while self._reap():
             pass
         if time.monotonic() >= self._grace_ends:
@@ -208,7 +208,7 @@ class Supervisor:
             self._end(cause.exit_code or FAILED, began)
 
     def _on_last_worker(self) -> None:
-        """The last worker has ended, and well: the scheduler and the servers end, too.
+        """The last worker has ended without a failure: the scheduler and the servers also end.
 
         The scheduler has seen them leave, and waits in case they join again, unless they never joined.
         """
@@ -269,7 +269,7 @@ class Supervisor:
         left = [node for node in status.nodes if node.state == "left"] if status is not None else []
         if not left:
             return failed
-        # The last message of a node that left is that it leaves.
+        # The last message of a node that left says that it leaves.
         first = max(left, key=lambda node: node.silent_seconds)
         cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
         while not cause.has_ended() and self._code is None and time.monotonic() < until:
@@ -283,8 +283,8 @@ class Supervisor:
     def _report_end(self, ended: Process) -> Status | None:
         """Reports the end of a server or worker, so that nobody waits for its lease.
 
-        Another process may have its rank, as one has that replaces a server which was stopped. It is not
-        reported. Returns what :meth:`_status` does, afterwards.
+        Its rank may belong to another process by now, such as the replacement of a stopped server: that
+        process is not reported. Then returns the status, as :meth:`_status` does.
         """
         name, _, rank = ended.name.partition(" ")
         role: Role = "server" if name == "server" else "worker"
@@ -312,7 +312,7 @@ class Supervisor:
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
 
     def _end(self, code: int, began: float | None = None) -> None:
-        """Ends the job with ``code``, unless its code is decided. Signal handlers call this, too."""
+        """Ends the job with ``code``, unless its code is decided. Signal handlers also call this."""
         if self._code is None:
             self._code = code
         self._send_next_signal(began)

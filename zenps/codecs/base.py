@@ -64,7 +64,8 @@ class ValueCodec(ABC):
 
     @abstractmethod
     def encode(self, values: Tensor, out: Tensor, step: int | None = None) -> None:
-        """Quantizes. Rounds to the nearest; values that are not finite or out of range stay NaN or infinite.
+        """Quantizes, rounding to the nearest. NaN and infinite values decode to NaN or infinity; values out
+        of range become infinite.
 
         Args:
             values: float32 ``[rows, columns]`` on any device, contiguous.

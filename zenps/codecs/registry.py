@@ -21,7 +21,7 @@ PLAIN: Final = (CODECS["coo"], CODECS["bitmap"], CODECS["dense"])
 
 BY_SPAN: Final = frozenset({"bitmap", "dense"})
 """The codecs whose bytes grow with the span. Where a setting or a scheme demands one of them, the span of a
-chunk has to be bounded; ``auto`` takes them only for a chunk that has a row in 32 positions."""
+chunk must be bounded; ``auto`` takes them only for a chunk with at least one row in 32 positions."""
 
 WORTHWHILE: Final = 1 / 20
 """The least share of a message that ``delta`` or ``blocks`` must save. ``delta`` takes some 200 ns a row, as

@@ -175,8 +175,8 @@ def _encode_runs(runs: Tensor, out: Tensor, salts: Tensor | None) -> None:
 def _dither(runs: Tensor, salts: Tensor) -> Tensor:
     """Dither, evenly distributed in (0, 1): added before rounding down, it makes the mean of rounding right.
 
-    It depends on the run's own values and the step only. Positions would do, but change with the ring:
-    a sum that is computed again after a server was lost would have other bits.
+    It depends on the run's own values and the step only. Positions would serve, too, but they change with the
+    ring: a sum that is computed again after the loss of a server would have other bits.
     """
     mixed = runs.view(torch.int32).sum(1, dtype=torch.int32).mul_(_MIXING)
     mixed ^= mixed >> 15

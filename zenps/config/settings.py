@@ -24,7 +24,7 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 TIB: Final = 1 << 40
-# A longer wait is as good as none. Its milliseconds still fit a C int, which poll() takes.
+# A longer limit would be as good as none. Its milliseconds still fit the C int that poll() takes.
 WEEK_SECONDS: Final = 7 * 24 * 3600
 
 MAX_WORKERS: Final = 4096
@@ -71,7 +71,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         float,
         Meta(
             description="how long scheduler and servers stay when all workers have left, for workers that "
-            "[join again](operations.md#joining-again); zenps launch waits for their ends instead",
+            "[join again](operations.md#joining-again); under zenps launch they stay until the workers' "
+            "processes have ended",
             ge=0,
             le=WEEK_SECONDS,
         ),
@@ -145,12 +146,15 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "balanced"
     codec: Annotated[
         Literal["auto", "coo", "bitmap", "delta", "blocks", "dense"],
-        Meta(description="codec of positions; auto: what [suits the chunk](encoding.md#position-codecs)"),
+        Meta(
+            description="codec of positions; "
+            "auto: [chosen for each chunk by size](encoding.md#position-codecs)"
+        ),
     ] = "auto"
     values: Annotated[
         ValueForm,
         Meta(
-            description="form in which float32 gradients travel; same: unchanged; else "
+            description="form in which float32 gradients travel; same: unchanged; any other: "
             "[quantized](schemes.md#quantized-values)"
         ),
     ] = "same"
@@ -177,7 +181,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             le=4096,
         ),
     ] = 256
-    fusion: Annotated[int, Meta(description="omnireduce: most blocks in a message", ge=1, le=65536)] = 256
+    fusion: Annotated[int, Meta(description="omnireduce: the most blocks in a message", ge=1, le=65536)] = 256
     bandwidth_mbit: Annotated[
         int, Meta(description="auto: bandwidth of a host's link in each direction, in Mbit/s", ge=1, le=10**7)
     ] = 10_000
@@ -191,13 +195,13 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "none"
     density: Annotated[
         float,
-        Meta(description="part of the elements that each rank pushes of a dense gradient", gt=0, le=1),
+        Meta(description="fraction of a dense gradient's elements that each rank pushes", gt=0, le=1),
     ] = 0.01
     consistency: Annotated[
         Literal["bsp", "ssp", "ds-sync"],
         Meta(
-            description="[when gradients count](consistency.md); bsp: in their own step; ssp: steps later; "
-            "ds-sync: on their own worker alone, and groups of workers average their models"
+            description="[when gradients are applied](consistency.md), and where; bsp: in their own step; "
+            "ssp: steps later; ds-sync: on their own worker only, and groups of workers average their models"
         ),
     ] = "bsp"
     staleness: Annotated[
@@ -239,17 +243,17 @@ class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     least_bytes: Annotated[int, Meta(description="smaller tensors are pushed whole", ge=0, le=TIB)] = 64 * KIB
     threshold: Annotated[
-        float, Meta(description="threshold: least magnitude that is pushed", ge=0, le=1e30)
+        float, Meta(description="threshold: the least magnitude that is pushed", ge=0, le=1e30)
     ] = 0.001
     controller: Annotated[
         Literal["counts", "published"],
         Meta(
-            description="exdyna, micro: how they find a threshold; counts: from what all ranks count; "
-            "published: as in the papers, in small steps"
+            description="exdyna, micro: how they find a threshold; counts: from the counts of all ranks; "
+            "published: in small steps, as in the papers"
         ),
     ] = "counts"
     mask_momentum: Annotated[
-        Literal["on", "off"], Meta(description="dgc: whether the momentum of what was pushed is forgotten")
+        Literal["on", "off"], Meta(description="dgc: whether the momentum of pushed elements is cleared")
     ] = "on"
     clip_norm: Annotated[
         float,
@@ -265,19 +269,19 @@ class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How rows are summed and placed on the CPU. Nodes may differ in these: the bits are the same."""
+    """How rows are summed and placed on the CPU. Nodes may differ in these: results have the same bits."""
 
     backend: Annotated[
         Literal["auto", "native", "torch"],
         Meta(
-            description="native: compiled from C when ZenPS was installed; torch: by NumPy and torch; "
-            "auto: native where they were built"
+            description="kernels to use; native: compiled from C when ZenPS was installed; "
+            "torch: those of NumPy and torch; auto: native if they were built"
         ),
     ] = "auto"
     threads: Annotated[
         int,
         Meta(
-            description="most threads of one native sum; 0: cores ÷ processes of this host, so far as known",
+            description="the most threads for one native sum; 0: cores ÷ known processes of this host",
             ge=0,
             le=1024,
         ),
@@ -337,7 +341,7 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="least severe level that is written"),
+        Meta(description="the least severe level that is written"),
     ] = "info"
     format: Annotated[
         Literal["text", "json"],

@@ -12,7 +12,7 @@ from .sizes import chunk_bytes
 
 
 def server_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that must be equal on servers, too: by these they plan memory for what workers push."""
+    """The settings that must be equal on servers, too: servers use them to plan memory for pushes."""
     return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": chunk_bytes(config)}
 
 

@@ -84,7 +84,7 @@ def is_ip_address(host: str) -> bool:
 
 
 def format_bytes(count: float) -> str:
-    """Writes ``8388608`` as ``8MiB``; a count that is no multiple of 1024 stays in bytes."""
+    """Writes ``8388608`` as ``8MiB``; a count that is not a multiple of 1024 stays in bytes."""
     for unit, size in reversed(_UNITS.items()):
         if count and count % size == 0:
             return f"{count // size}{unit}"
@@ -104,7 +104,7 @@ def _plain_address(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """Refuses a name that no resolver is asked for, such as one with an empty label: ``node..lan``."""
+    """Refuses a name that cannot be looked up, such as one with an empty label: ``node..lan``."""
     value.encode("idna")  # as getaddrinfo does; its UnicodeError is a ValueError
     return value
 

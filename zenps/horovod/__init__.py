@@ -1,9 +1,9 @@
 """Horovod's interface for PyTorch, on ZenPS: ``import zenps.horovod as hvd``.
 
-Names, argument orders and defaults are those of Horovod 0.28. What differs:
+Names, argument orders and defaults are those of Horovod 0.28. Differences:
 
 - Nothing is pickled: objects are plain data, tuples, sets and tensors.
-- Each call has a second, small round, by which ranks that have called ``join()`` learn of it. While a rank
+- Each call has a second, small round, which tells it to ranks that have called ``join()``. While a rank
   has joined, the others make their calls in the same order.
 - allgather, broadcast, and allreduce by Min, Max and Product begin when their results are waited for, in the
   order of the calls; these three allreduces gather the tensors of all ranks on every rank.

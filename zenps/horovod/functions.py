@@ -62,7 +62,7 @@ def broadcast_optimizer_state(
 
     Raises:
         MismatchError, PeerLostError: as :func:`zenps.broadcast_optimizer_state`.
-        UsageError: the root's state is no plain data, or a rank has called ``join()``.
+        UsageError: the root's state is not plain data, or a rank has called ``join()``.
     """
     TURNS.run(["broadcast_optimizer_state"], lambda: worker.broadcast_optimizer_state(optimizer, root_rank))
 

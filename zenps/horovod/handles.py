@@ -75,8 +75,8 @@ def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[st
     """Returns the names of a new call's tensors on the wire.
 
     Raises:
-        UsageError: another call has one of them, and this rank has not waited for a result since. That the
-            round may have ended meanwhile does not count, so that an error does not depend on timing.
+        UsageError: another call has one of them, and this rank has not waited for a result since. It does not
+            matter whether the round has ended meanwhile, so the error does not depend on timing.
     """
     if name is None:
         names = [f"horovod/{kind}/noname/{TURNS.number_unnamed(kind)}" for _ in range(count)]

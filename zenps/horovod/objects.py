@@ -1,7 +1,7 @@
 """Serialization without pickle: tuples, sets, NumPy scalars and dense tensors as plain data.
 
-Horovod and BytePS pickle what ``broadcast_object`` and ``allgather_object`` carry. ZenPS does not: to
-unpickle what comes from the network would let any peer run code here.
+Horovod and BytePS pickle what ``broadcast_object`` and ``allgather_object`` carry. ZenPS does not: unpickling
+bytes from the network would let any peer run code here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zenps.errors import ProtocolError
 from zenps.worker.collectives.raw_bytes import DTYPES, as_bytes, from_bytes
 
 _TAG: Final = "zenps.horovod"
-"""The one key of a dict that stands for a value which plain data lacks."""
+"""The only key of a dict that stands for a value of a type that plain data lacks."""
 
 
 def to_plain(value: Any) -> Any:

@@ -11,14 +11,14 @@ from zenps.errors import UsageError, ZenPSError
 from .turns import TURNS
 
 HorovodInternalError = ZenPSError
-"""What to catch where Horovod raises its own."""
+"""The exception to catch in place of Horovod's own."""
 
 _local_ranks: list[int] = []
 """Of all ranks, since :func:`init`."""
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Joins the cluster, as :func:`zenps.init` does with its default arguments. Again, it does nothing.
+    """Joins the cluster, as :func:`zenps.init` does with its default arguments. A second call has no effect.
 
     Raises:
         UsageError: ``comm`` or ``process_sets`` is given.
@@ -29,7 +29,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "init: expected neither comm nor process_sets: a ZenPS job has one group, that of all workers"
         )
     if not worker.is_initialized():
-        _begin_anew()  # the job before may have been left by zenps.shutdown()
+        _begin_anew()  # zenps.shutdown() may have left the job before
         worker.init()
     if not _local_ranks:
         _local_ranks.extend(worker.allgather_object(worker.local_rank(), "horovod/local_rank"))

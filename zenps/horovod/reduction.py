@@ -34,7 +34,7 @@ class Reduction:
         if not self._divides or tensor.dtype not in NARROW:
             self._pending = worker.push_pull_async(tensor, name, average and not self._divides, priority)
             return
-        # Ranks that have other integers still do not agree, though the tensors that travel are alike.
+        # Ranks with different integer dtypes must still fail, although all of them push int64.
         options = Options(priority=priority, given=describe(tensor))
         self._pending = PROCESS.world.begin(Request(tensor.to(torch.int64), name, options))
 

@@ -1,8 +1,8 @@
 """Join for any operation: a rank whose data has ended takes part in the others' allreduces with zeros.
 
-Each call takes a turn, numbered alike on all ranks. In that turn every rank pushes eight bytes, beside what
-it pushes anyway: whether it makes a call or has joined. If no rank has joined, that is all. Else ranks
-exchange what they call, and those that have joined push zeros under the same names.
+Each call takes a turn, numbered alike on all ranks. In that turn every rank pushes eight bytes in addition to
+its other pushes; they say whether it makes a call or has joined. If no rank has joined, that is all. Else
+ranks exchange what they call, and those that have joined push zeros under the same names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WINDOW: Final = 256
 """How many turns may be unsettled, because each has a name of its own. The next one waits for the oldest."""
 
 UNNAMED: Final = 8192
-"""How many unnamed tensors of a kind have names of their own. Then names repeat, for nodes remember each."""
+"""How many unnamed tensors of a kind get different names. Then names repeat, because nodes remember each."""
 
 REDUCES: Final = "allreduce"
 STEPS: Final = "optimizer.step"
@@ -122,7 +122,7 @@ class Turns:
         """Waits until all ranks have made this call, and runs its work.
 
         Raises:
-            UsageError: a rank has joined, and the call is no allreduce or step.
+            UsageError: a rank has joined, and the call is neither an allreduce nor a step.
             MismatchError: a rank has joined, and the others make different calls.
         """
         while not call.is_settled:
@@ -194,7 +194,7 @@ class Turns:
         match what:
             case [kind, list(tensors)] if kind == REDUCES:
                 for name, described in tensors:
-                    # The round before under this name is over, for the others have begun the next.
+                    # The round before under this name is over, because the others have begun the next.
                     if name in self._zeros:
                         self._zeros.pop(name).wait()
                     self._zeros[name] = Reduction(as_zeros(described), name, average=described[-1])
@@ -208,8 +208,8 @@ class Turns:
     def _stepper(self, called: str) -> Stepper | None:
         """Returns the optimizer of this name; None if it was dropped.
 
-        One that was made in an earlier job, and has not stepped in this one, takes its name now. Those that
-        have one come first: it might take another's.
+        An optimizer that was made in an earlier job, and has not stepped in this one, takes its name only
+        now. Optimizers that have a name are searched first: a late one might take the name of another.
         """
         for name, reference in sorted(self._steppers, key=lambda each: not each[0].is_taken):
             stepper = reference()
@@ -219,7 +219,7 @@ class Turns:
 
 
 def _agreed(what: list[Any] | None) -> list[Any]:
-    """Returns what all ranks call that have not joined.
+    """Returns the call that all ranks make that have not joined.
 
     Raises:
         MismatchError: they make different calls.

@@ -40,7 +40,8 @@ class Kernels(ABC):
         Args:
             positions: ``[n]`` int64, in any order, with duplicates.
             values: ``[n, columns]`` of a dtype in :data:`ACCUMULATE`, contiguous.
-            pool: for the sums, where it is another than the kernels' own. An implementation may ignore it.
+            pool: where the sums' memory comes from, if not from the kernels' own pool. An implementation may
+                ignore it.
 
         Returns:
             Sorted unique positions ``[u]`` and values ``[u, columns]`` of the input's dtype.

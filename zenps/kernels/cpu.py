@@ -8,7 +8,7 @@ The operations were chosen by measurement, on one thread:
   4000 × 1024 float32 are summed in 18 ms with it, and in 8 ms set by set with ``index_add_``; they are
   scattered in half the time. Both ways take the same time at about 48 float32 a row.
 - NumPy moves whole rows as opaque items: it gathers 785 000 × 1 float32 in 25 ms, sorting included.
-  Assigning the rows to their targets takes 51 ms, and torch's ``index_select`` 34 ms.
+  Assigning the rows to their targets takes 51 ms, and torch's ``index_select`` takes 34 ms.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _sum_in_bags(values: Tensor, groups: _Groups) -> Tensor:
     """The sum of each group's float32 rows."""
     order, begins = torch.from_numpy(groups.order), groups.begins()
     sums = functional.embedding_bag(order, values, begins, mode="sum")
-    # embedding_bag starts from 0.0, so a sum of nothing but -0.0 loses its sign. As int32, -0.0 is the least.
+    # embedding_bag starts from 0.0, so a sum of nothing but -0.0 loses its sign. As int32, the bits of -0.0
+    # are the least number.
     bits = values.view(torch.int32)
     if bits.numpy().min() == NEGATIVE_ZERO:
         others = functional.embedding_bag(order, (bits != NEGATIVE_ZERO).float(), begins, mode="sum")

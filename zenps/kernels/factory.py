@@ -29,7 +29,7 @@ def make_kernels(pool: BufferPool, backend: Backend = "auto", threads: int = 1) 
         threads: at most this many work on one call of native kernels.
 
     Raises:
-        ConfigError: native kernels are wanted, and were not built.
+        ConfigError: native kernels are demanded, but were not built.
     """
     path = find_native(backend)
     return CpuKernels(pool) if path is None else NativeKernels(pool, load_library(path), threads)

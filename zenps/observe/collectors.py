@@ -22,10 +22,11 @@ from prometheus_client.utils import floatToGoString
 from .lateness import MAX_RANKS, latest
 
 DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
-"""In seconds, 100 µs to 10 s, three to a decade. The client's own begin at 5 ms; most rounds are shorter."""
+"""In seconds, 100 µs to 10 s, three to a decade. The client's own buckets begin at 5 ms, but most rounds are
+shorter."""
 
 _VARYING: Final = re.compile(r"( of rank\(s\) .*)?, step \d+$")
-"""What differs from stall to stall in what a worker waits for."""
+"""The part of the description of a stall that differs from stall to stall."""
 
 
 class Tally(Collector):
@@ -35,7 +36,7 @@ class Tally(Collector):
     neither: the caller holds a lock, or only one thread adds.
 
     Attributes:
-        total: what was counted; add to it.
+        total: the count so far; add to it.
     """
 
     def __init__(self, name: str, documentation: str, registry: CollectorRegistry) -> None:
@@ -132,7 +133,7 @@ class Late(Collector):
 
 
 class Stalled(Collector):
-    """A gauge of the longest stalls; it has no series while there is none.
+    """A gauge of the longest stalls; without a stall it has no series.
 
     The label ``waits_for`` has no steps or ranks, which would make a series for each stall.
     """
@@ -157,7 +158,7 @@ class Stalled(Collector):
 class WithoutCreated(Collector):
     """``registry`` without its ``_created`` series: they double the output, and no alert or panel reads them.
 
-    The client's own switch is for the whole process; it would change the training script's metrics, too.
+    The client's own switch is for the whole process: it would also change the training script's metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -29,13 +29,13 @@ logger = logging.getLogger("zenps.http")
 
 LIMIT_SECONDS: Final = 10.0
 """How long a connection may take, from its first to its last byte: as long as Prometheus waits for metrics by
-default. Each serves one request."""
+default. Each connection serves one request."""
 
 MAX_CONNECTIONS: Final = 32
 """One more connection closes the oldest, so that idle connections do not block others."""
 
 MAX_THREADS: Final = 2 * MAX_CONNECTIONS
-"""The most threads: of open connections, and of closed ones for which an answer is still being prepared."""
+"""The most threads: those of open connections, and those that still prepare an answer for a closed one."""
 
 MAX_REQUEST_BYTES: Final = 16 << 10
 
@@ -73,7 +73,7 @@ class Endpoint:
     def close(self) -> None:
         """Stops serving and frees the port; calling it again does nothing."""
         if self._server is not None:
-            # Otherwise the thread would notice only at its next poll, and the role would end that much later.
+            # Otherwise the thread would notice the end only at its next poll, and delay the role's end.
             with contextlib.suppress(OSError):  # macOS refuses it
                 self._server.socket.shutdown(socket.SHUT_RDWR)
             self._server.shutdown()
@@ -114,7 +114,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
-    """The backlog. Where it is full, the kernel lets whoever connects wait for a second and more."""
+    """The backlog. Where it is full, the kernel lets a client wait for a second and more to connect."""
 
     def __init__(self, family: int, address: Any, handler: Callable[..., Handler]) -> None:
         self.address_family = family
@@ -135,7 +135,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection on a thread of its own, unless closed ones still have all threads."""
+        """Serves a connection on a thread of its own, unless closed connections still occupy all threads."""
         with self._lock:
             if len(self._until) >= MAX_CONNECTIONS:
                 self._close(next(iter(self._until)))
@@ -219,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def setup(self) -> None:
-        """Bounds what is read of the request."""
+        """Limits the bytes that are read of the request."""
         super().setup()
         self.rfile = io.BufferedReader(_Bounded(self.connection), 4096)
 

@@ -17,8 +17,8 @@ class Lateness:
     """Sums up how long the others have waited for each rank.
 
     The wait for a rank begins when half of all ranks have arrived and ends when that rank arrives. So one
-    straggler does not hide another, and of two ranks the second is late. Waits that overlap, as those of
-    many chunks do, count once.
+    straggler does not hide another, and of two ranks the second is late. Overlapping waits, such as those for
+    many chunks, count once.
 
     Attributes:
         seconds: by rank; a rank that nobody has waited for is not in it.

@@ -45,8 +45,8 @@ here: Final = Here()
 def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> logging.Logger:
     """Sends the logger ``zenps`` to stderr as ``config`` says, and returns it.
 
-    From now on an exception that ends a thread of ZenPS is logged, too. The first line says what ends this
-    process, if SIGHUP does not.
+    From now on an exception that ends a thread of ZenPS is also logged. If SIGHUP is ignored, the first line
+    says what ends this process instead.
 
     Args:
         owns_process: True in a process of ZenPS alone: then all loggers, warnings and threads are logged the

@@ -1,9 +1,9 @@
 """Prometheus metrics of each role, and the HTTP endpoint that exports them.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: base units, ``_total`` on counters.
-Labels are closed sets: a label per tensor, step or peer would make a series each. Ranks are a large set, and
-so is what they wait for: only the latest ones and the longest waits are shown. A process has one metrics
-object, on a registry that the caller gives.
+Labels are closed sets, because each tensor, step or peer would add a series. There may be many ranks and many
+waits: only the latest ranks and the longest waits are shown. A process has one metrics object, on a registry
+that the caller gives.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ class WorkerMetrics(_RoleMetrics):
             "zenps_rows_total",
             "Rows of sparse tensors by stage: given by the caller, pushed after duplicates were summed, "
             "pulled as the union of all ranks, and rows of the whole tensor. Schemes that send elements "
-            "count those that are left of the sums; schemes that send dense tensors count none, nor do ranks "
-            "whose host reduces first, but for its leader, which pushes the host's rows.",
+            "count elements instead, of the rows after duplicates were summed. Schemes that send dense "
+            "tensors count none. With hierarchical reduction the leader of a host counts the host's rows, "
+            "and the other ranks count none.",
             stage=("given", "pushed", "pulled", "whole"),
         )
         self.elements = self._counter(
@@ -153,7 +154,7 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.rounds = self._outcomes(
             "zenps_rounds_total",
-            "Rounds ended, by outcome; without those that Ctrl-C left without a caller.",
+            "Rounds ended, by outcome; not those whose result nobody awaits after Ctrl-C.",
             "completed",
             self.push_pull_duration,
         )
@@ -182,7 +183,7 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.repeated_rounds = self._counter(
             "zenps_repeated_rounds_total",
-            "Rounds pushed again under a new ring: unanswered here, or wanted by another rank.",
+            "Rounds pushed again under a new ring, because they were unanswered or another rank needs them.",
             cause=("unanswered", "wanted"),
         )
 
@@ -194,8 +195,8 @@ class _ListenerMetrics(_RoleMetrics):
         super().__init__(registry, role)
         self._refused_connections = self._counter(
             "zenps_refused_connections_total",
-            "Connections refused: the peer's key is not listed (unknown_key), or of a role that has no "
-            "business here (wrong_role); or the peer has no key, expects another node's key, or hung up "
+            "Connections refused: the peer's key is not listed (unknown_key), or of a role that may "
+            "not connect here (wrong_role); or the peer has no key, expects another node's key, or hung up "
             "(handshake).",
             reason=get_args(Refusal),
         )
@@ -232,7 +233,7 @@ class ServerMetrics(_ListenerMetrics):
         )
         self.refused_pushes = self._counter(
             "zenps_refused_pushes_total",
-            "Pushes refused because zenps_budget_bytes was used up, or answers waited for a worker.",
+            "Pushes refused because zenps_budget_bytes was used up, or a worker had too many unread answers.",
         )
         self.slots = self._gauge("zenps_slots", "Slots that this server owns.")
         self.late = Late("Seconds that rounds on this server have waited for a worker.", registry)

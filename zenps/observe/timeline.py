@@ -82,10 +82,10 @@ def merge(parts: Sequence[Path], path: Path) -> int:
         ConfigError: a file cannot be read or written, or is not a part; or ``path`` is one.
     """
     if path.resolve() in {part.resolve() for part in parts} or _is_part(path):
-        raise ConfigError("OUT", str(path), "the file to write, which is no part")
+        raise ConfigError("OUT", str(path), "the file to write, which is not a part")
     known = [part for part in map(_look, parts) if part is not None]
     if not known:
-        raise ConfigError("PART", " ".join(map(str, parts)), "a part in which there is something")
+        raise ConfigError("PART", " ".join(map(str, parts)), "a part that is not empty")
     known.sort(key=lambda part: (part.sort_index, part.began_us))
     try:
         with _replacing(path) as file:
@@ -136,7 +136,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 def _is_part(path: Path) -> bool:
     """Whether a process wrote the file: the first event of a part is its node."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # opening a pipe would wait for its writer
             return False
         with path.open("rb") as file:
             first = b"".join([file.readline(1 << 16) for _ in range(2)])
@@ -174,7 +174,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 class _Part(NamedTuple):
-    """The facts about a part that placing its events on the common timeline needs."""
+    """The facts about a part that are needed to place its events on the common timeline."""
 
     path: Path
     role: str
@@ -202,7 +202,7 @@ class _Part(NamedTuple):
 
 @contextlib.contextmanager
 def _written_by_role(path: Path) -> Iterator[None]:
-    """Reports events whose arguments are not those that a role writes, as of a file that was damaged."""
+    """Reports events whose arguments are not those that a role writes: the file was damaged."""
     try:
         yield
     except ConfigError:

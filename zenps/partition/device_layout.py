@@ -26,7 +26,7 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     halves: tuple[int, ...] = (1, 1)
     keys: tuple[int, ...] = (0, 0, 0, 0)
     tables: tuple[Tensor, ...] = ()
-    # Exact types: the kernels know nothing of what a subclass changes.
+    # Exact types: a subclass may change methods, and kernels would not know.
     if type(permutation) is Identity:
         kind = KINDS["identity"]
     elif type(permutation) is Feistel:

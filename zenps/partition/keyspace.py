@@ -84,8 +84,8 @@ class Feistel:
 
     An index is written as ``right * a + left`` with left in [0, a) and right in [0, b), where
     a = ⌈√size⌉ and b = ⌈size/a⌉; rounds add a keyed hash of one half to the other, modulo a or b.
-    That permutes [0, a·b), which has fewer than a points too many; one that lands outside
-    [0, size) is sent round again until it falls inside (*cycle walking*).
+    That permutes [0, a·b), which exceeds [0, size) by fewer than a points. A result outside [0, size) is
+    permuted again until it falls inside (*cycle walking*).
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, methods 2 and 3
     (https://web.cs.ucdavis.edu/~rogaway/papers/subset.pdf). Not for secrets: the hash is
@@ -176,9 +176,9 @@ def _splitmix64(number: int) -> int:
 def _hash(half: Half, key: int, size: int) -> Half:
     """A hash of ``half`` in [0, ``size``).
 
-    The steps of murmur3's fmix32 between its first and its last shift; those two are idle here,
-    for the key is mixed in first and the range reduction reads the high bits. That reduction is
-    Lemire's multiply and shift (https://arxiv.org/abs/1805.10941), with no division.
+    The steps of murmur3's fmix32 between its first and its last shift; those two have no use here, because
+    the key is mixed in first and the range reduction reads the high bits. That reduction is Lemire's multiply
+    and shift (https://arxiv.org/abs/1805.10941), with no division.
     """
     hashed = half ^ np.uint32(key)
     hashed *= np.uint32(0x85EBCA6B)
@@ -190,8 +190,8 @@ def _hash(half: Half, key: int, size: int) -> Half:
     return wide.astype(np.uint32)
 
 
-# Halves are at most 2**31, so that a number beyond ``size`` or below 0 is brought back by the smaller of two
-# numbers: the other one has wrapped around. That takes less than a comparison and a choice.
+# Halves are at most 2**31. So the minimum of ``half`` and ``half`` ± ``size`` is the result modulo ``size``:
+# the other number has wrapped around, or is too large. A minimum is faster than a comparison and a choice.
 
 
 def _add(half: Half, hashed: Half, size: int) -> None:

@@ -25,7 +25,7 @@ from .keyspace import Identity
 from .ring import SLOTS
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
-# A layout takes up to some 230 KB beside its tables.
+# A layout takes up to some 230 KB besides its tables.
 MAX_LAYOUTS = 1024
 
 # Buckets of values, four for each slot; and the most ends of ranges in one that are compared one by one.
@@ -45,8 +45,9 @@ class Layout:
     position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
 
     Where two int32 tables of one entry per granule fit in ``table_bytes``, calls look rows up there (measured
-    2 ns a row, against 17); otherwise each call computes. Large ones are built once as many rows have been
-    computed as they have entries: 10,000 rows of 100 million should not wait seconds for them.
+    2 ns a row, against 17); otherwise each call computes. Large tables are built only after as many rows have
+    been computed as they have entries: a lookup of 10,000 rows of 100 million should not wait seconds for
+    them.
 
     Args:
         rows: how many rows the tensor has, at least 1.
@@ -65,7 +66,7 @@ class Layout:
         keeps_order: True if every row is its own position, so that nothing needs to be moved.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
-        table_bytes: what the tables take, built or not; 0 where positions are computed.
+        table_bytes: the size of the tables, built or not; 0 where positions are computed.
 
     Raises:
         ConfigError: an argument is not as described.
@@ -124,7 +125,7 @@ class Layout:
         Raises:
             TensorError: another dtype.
             ProtocolError: a position that no row has. The last granule may have some that are below
-                ``size``; to walk whole ranges use :meth:`granule_order`.
+                ``size``; for whole ranges use :meth:`granule_order`.
         """
         rows = self._look_up(positions, self.size, inverse=True)
         if rows is None:
@@ -222,8 +223,8 @@ class LayoutCache:
     """The layouts of one epoch, made on first use, with one byte budget for all their tables. Thread-safe.
 
     The layouts asked for first get tables, until the budget is spent, and keep them: building a table again
-    and again would cost more than it saves. More than :data:`MAX_LAYOUTS` layouts come of a tensor whose
-    size differs in each step; then the least recently used layout is dropped.
+    and again would cost more than it saves. A tensor whose size differs in each step may need more than
+    :data:`MAX_LAYOUTS` layouts; then the least recently used one is dropped.
 
     Args:
         strategy, seed: they define the partition of each tensor.

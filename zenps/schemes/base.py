@@ -1,4 +1,4 @@
-"""Synchronisation scheme interface: what the declaration of a scheme states.
+"""Synchronisation scheme interface: the facts that the declaration of a scheme states.
 
 Each module of :mod:`zenps.schemes.builtin` declares one scheme. Settings are checked against it in processes
 without NumPy and torch, so this module imports neither.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .traffic import Cost, Links, Tensor
 
 Engine = Literal["servers", "blocks", "peers", "auto"]
-"""What runs a scheme.
+"""The mechanism that runs a scheme.
 
 servers: workers push chunks to servers, which sum them, and pull the sums. blocks: the same, but only
 blocks that are not zero travel, phase by phase. peers: workers send to each other. auto: each sparse tensor
@@ -34,7 +34,7 @@ Keys = Literal["rows", "elements", "none"]
 """What the positions of a sparse tensor count; none: it travels dense."""
 
 PullCodec = CodecName | Literal["auto"]
-"""The codec of the positions in a pulled sum; auto: what suits the chunk."""
+"""The codec of the positions in a pulled sum; auto: chosen for each chunk by size."""
 
 PeerAlgorithm = Literal["allgather", "recursive doubling", "sparcml"]
 """How workers sum a sparse tensor without servers; sparcml: by the cheapest of SparCML's algorithms."""
@@ -70,10 +70,11 @@ class Scheme(ABC):
 
     Attributes:
         name: the value of ``sync.scheme``. Its module has the same name, with ``_`` for ``-``.
-        engine: what runs it.
+        engine: the mechanism that runs it.
         wire: the form in which tensors travel.
-        spends: what it spends bytes or time on, as ``zenps plan`` says it of the second-best scheme.
-        candidates: the schemes of which each sparse tensor takes one; empty for a scheme of its own.
+        spends: the reason why it takes bytes or time, which ``zenps plan`` prints for the second-best scheme.
+        candidates: the schemes among which each sparse tensor chooses; empty for a scheme that does not
+            choose.
         order: its place in listings, smallest first; equal ones are listed by name.
     """
 
@@ -94,11 +95,10 @@ class Scheme(ABC):
 
     @abstractmethod
     def cost(self, tensor: Tensor, links: Links) -> Cost:
-        """What the sparse ``tensor`` costs. Its docstring states the formula.
-
-        The letters are n workers; d, the density of one worker's rows; D, the density of the union of all
-        workers; M, the bytes of the whole tensor; and f = (n - 1) ÷ n, the share that leaves a worker whose
-        host also runs a server.
+        """What the sparse ``tensor`` costs. Each override's docstring states its formula. The letters are n
+        workers; d, the density of one worker's rows; D, the density of the union of all workers; M, the bytes
+        of the whole tensor; and f = (n - 1) ÷ n, the share that leaves a worker whose host also runs a
+        server.
         """
 
     def dense_cost(self, tensor: Tensor, links: Links) -> Cost:

@@ -1,11 +1,9 @@
 """Cost model: predicts the bytes on the busiest link, and the seconds, that a scheme takes to synchronise.
 
-Each scheme states its own formula (:mod:`zenps.schemes.builtin`). They are those of the papers, above all of
-Zen (OSDI '25, §2.4 and §3), with the bytes that our codecs take. CPU time is left out, and so is what a step
-computes meanwhile.
-
-A prediction takes some microseconds. It has the same bits on every rank, so that ranks that decide by it
-decide alike.
+Each scheme states its own formula (:mod:`zenps.schemes.builtin`). The formulas are those of the papers, above
+all of Zen (OSDI '25, §2.4 and §3), with the bytes that our codecs take. They leave out CPU time, and the
+overlap with a step's computation. A prediction takes some microseconds. It has the same bits on every rank,
+so ranks that decide by it decide alike.
 """
 
 from __future__ import annotations

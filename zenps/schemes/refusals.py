@@ -1,4 +1,4 @@
-"""Settings that a scheme cannot be combined with: the checks of which ``Scheme.refuse`` is made.
+"""Settings that a scheme cannot be combined with: the checks that make up ``Scheme.refuse``.
 
 Each returns the error for one setting, or None if the scheme ``name`` can run with it.
 """

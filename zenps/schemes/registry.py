@@ -1,6 +1,6 @@
 """Scheme registry: finds a scheme's declaration by its name.
 
-Every module of :mod:`zenps.schemes.builtin` is a scheme, so that a new one needs no entry here. A module is
+Every module of :mod:`zenps.schemes.builtin` is a scheme, so a new one needs no entry here. A module is
 imported when its scheme is asked for.
 """
 
@@ -41,7 +41,7 @@ def scheme_names() -> tuple[str, ...]:
 
 
 def fixed_schemes() -> tuple[Scheme, ...]:
-    """Those of :func:`schemes` that do not choose among others: what a plan compares."""
+    """The schemes that do not choose among others: a plan compares these."""
     return tuple(scheme for scheme in schemes() if not scheme.candidates)
 
 

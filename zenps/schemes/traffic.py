@@ -1,6 +1,6 @@
 """Traffic model: the bytes of a tensor, the links of a cluster, and the cost of one synchronisation.
 
-:mod:`zenps.schemes.costs` predicts by it. ``Scheme.cost`` explains the letters.
+:mod:`zenps.schemes.costs` predicts by it. The docstring of ``Scheme.cost`` explains the letters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         block_skew, union_block_skew: the skew of these; None: as of rows. Where rows lie close together, more
             of them share a block.
         is_sparse: if False, the tensor travels whole under every scheme. The blocks of zeros that omnireduce
-            leaves out are counted, too.
+            leaves out are also counted.
     """
 
     rows: int
@@ -191,7 +191,7 @@ class Links(Struct, frozen=True, kw_only=True):
         )
 
     def served(self, push: float, pull: float, push_skew: float, pull_skew: float, *, streams: bool) -> Cost:
-        """The cost over servers, of which the fullest has more than its even share.
+        """The cost over servers, if the fullest server has more than its even share.
 
         On hosts of their own, k servers receive n·push ÷ k each, and send n·pull ÷ k. On a worker's host,
         each direction of the link carries both pushes and pulls.
@@ -218,7 +218,7 @@ class Links(Struct, frozen=True, kw_only=True):
     def doubling(self, sizes: Sequence[float], variant: str = "") -> Cost:
         """The cost of recursive doubling: pairs of workers exchange their sums, then pairs of pairs.
 
-        If n is no power of two, the workers beyond one send their rows first and receive the sum last.
+        If n is not a power of two, the workers beyond one send their rows first and receive the sum last.
 
         Args:
             sizes: bytes of the sum of 1, 2, 4, … and n workers.
@@ -248,13 +248,14 @@ def index_bytes(span: int) -> int:
 
 
 def _skew_at(density: float, *skews: float | None) -> float:
-    """The first of ``skews`` that is not None, but no range is fuller than full."""
+    """The first of ``skews`` that is not None, but at most the skew at which the fullest range has all of its
+    rows."""
     known = next(skew for skew in skews if skew is not None)
     return min(known, 1 / density) if density else 1.0
 
 
 def _entropy_bytes(rows: int, span: int) -> float:
-    """The entropy of which ``rows`` of ``span`` are present, if all choices are equally likely."""
+    """The entropy of a set of ``rows`` positions out of ``span``, if all sets are equally likely."""
     present = rows / span
     if present in (0.0, 1.0):
         return 0.0

@@ -1,9 +1,9 @@
 """Sparsifier interface: selects the elements of one dense gradient that a rank pushes in a step.
 
-What is not selected stays in the rank's residual, and is added to its next gradient (error feedback), so a
-sparsifier sees the sum of both. To write your own, subclass :class:`Sparsifier` and name the class in the
-setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an entry point of the group
-``zenps.sparsifier``. ``tests/zenps/sparsifiers/test_conformance.py`` has to pass.
+Elements that are not selected stay in the rank's residual, which is added to its next gradient (error
+feedback). So a sparsifier sees the sum of both. To write your own, subclass :class:`Sparsifier` and name the
+class in the setting ``sync.sparsifier`` as ``package.module:Class``, or install it as an entry point of the
+group ``zenps.sparsifier``. It must pass ``tests/zenps/sparsifiers/test_conformance.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Momentum(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a sparsifier is constructed for.
+    """The tensor and the job that a sparsifier is constructed for.
 
     Attributes:
         name: of the tensor; equal on all ranks.
@@ -119,7 +119,7 @@ class Above(NamedTuple):
     def bounds(self, size: int) -> tuple[int, int]:
         """Returns the first of ``size`` elements that is looked at, and the one behind the last."""
         if self.start < 0 or (self.most or 0) < 0 or (self.least and self.most is None):
-            raise ValueError(f"{self}: expected a start and most of 0 or more, and most beside least")
+            raise ValueError(f"{self}: expected start and most of 0 or more, and a most if there is a least")
         start, stop, _ = slice(self.start, self.stop).indices(size)
         return start, max(start, stop)
 
@@ -204,7 +204,7 @@ class Sparsifier(ABC):
 
         Only if :attr:`on_device`. A threshold that stays on the device does not make the host wait for it.
         """
-        raise NotImplementedError(f"{type(self).__name__}.on_device: expected a select_on_device beside it")
+        raise NotImplementedError(f"{type(self).__name__}.on_device: expected a method select_on_device")
 
     def sent(self, indices: Tensor) -> None:  # noqa: B027  # most keep nothing but the residual
         """Called after the residual's values at ``indices``, int64 ``[n]``, were taken to be pushed."""
@@ -222,12 +222,13 @@ class Sparsifier(ABC):
         It is called after :meth:`learn`, and only if the exchange is *agreed*.
 
         Args:
-            values: what stays of the gradient and the residual, as for :meth:`select`.
+            values: the gradient plus the residual without the pushed elements, in the form of
+                :meth:`select`'s.
         """
         return None
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Returns what :meth:`select` depends on beside its arguments, for a checkpoint.
+        """Returns the state on which :meth:`select` depends besides its arguments, for a checkpoint.
 
         If the exchange is *agreed*, it is equal on all ranks: a worker that joins gets another's.
         """

@@ -44,7 +44,7 @@ class Controller(ABC):
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, float]:
-        """Returns what :meth:`threshold` depends on beside its arguments."""
+        """Returns the state on which :meth:`threshold` depends besides its arguments."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -82,8 +82,8 @@ class Counts(Controller):
     """Ranks count their elements above each threshold of a grid; the sum of counts gives the next threshold.
 
     The grid lies around the present threshold. Counts lag by a step: the gradient that comes meanwhile is not
-    counted. A residual of t gradients that do not depend on each other grows by √((t + 1) ÷ t); what differs
-    from that is made up for by a bias, which is learned from the numbers of selected elements.
+    counted. A residual of t independent gradients grows by √((t + 1) ÷ t) with the next one. A bias, which is
+    learned from the numbers of selected elements, corrects for gradients that are not independent.
     """
 
     deals_by_load = True

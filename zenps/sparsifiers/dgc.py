@@ -1,8 +1,9 @@
 """Deep gradient compression (DGC): top-k by a sampled threshold, with momentum correction.
 
 Lin et al., ICLR 2018 (https://arxiv.org/abs/1712.01887). A residual sums gradients of many steps, so momentum
-that is applied to what arrives would count old gradients as new. Here each rank applies the momentum to its
-own gradient before it adds it to the residual. *Masking* forgets the momentum of what was pushed.
+that the optimizer applies to what arrives would count old gradients as new. Here each rank applies the
+momentum to its own gradient before it adds it to the residual. *Masking* clears the momentum of pushed
+elements.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class DGC(Sparsifier):
         return self._above(step, sums.sample)
 
     def sent(self, indices: Tensor) -> None:
-        if not self._momentum.factor:  # nothing has used the buffer, which is not on the device then
+        if not self._momentum.factor:  # the buffer is still unused, and not yet on the device
             return
         if not bool(self._buffer[indices].isfinite().all()):
             self._buffer.nan_to_num_(0, 0, 0)

@@ -1,8 +1,8 @@
 """Exclusive partitions: in each step every rank selects from another part of a tensor, so unions do not grow.
 
 Rank r selects from partition (t + r) mod n in step t. No element is selected by two ranks, and within n steps
-each rank has seen all elements. All ranks add their values at the union, so what another rank has selected
-leaves this rank's residual, too.
+each rank has seen all elements. All ranks add their values at the union, so elements that another rank has
+selected also leave this rank's residual.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MULTIPLE = 32
 # Loads of blocks are moving averages over about 1 / (1 - MEMORY) steps.
 MEMORY = 0.9
 
-# Published: a block moves between neighbours of which one is above the mean by this factor, the other below.
+# Published: a block moves between two neighbours if one is above the mean by this factor, the other below.
 UNEQUAL = 1.05
 
 

@@ -23,7 +23,8 @@ from .base import Above, Sparsifier, Step, Sums, target
 MIN_STRIDE = 251
 # A sample has about this many of the wanted elements, at most.
 SAMPLED = 64
-# Their number has a standard deviation of its root. A bound so many deviations lower is hardly ever too high.
+# The standard deviation of that number is its square root. A bound that is lower by this many deviations is
+# hardly ever too high.
 DEVIATIONS = 4
 
 

@@ -1,4 +1,4 @@
-"""Admin client: sends one request to the scheduler, from a process that is no node of the cluster."""
+"""Admin client: sends one request to the scheduler, from a process that is not a node of the cluster."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ Ahead = NDArray[np.uint32]
 """The next non-zero block of each column, ``[span]``."""
 
 NONE_LEFT = (1 << 32) - 1
-"""The next block of a column that has no further one. It is the greatest number, so it never is a minimum."""
+"""The next block of a column that has no further one. It is the greatest number, so a minimum never prefers
+it to a block."""
 
 PHASES = 10**9
 """A stream's rounds are numbered step · PHASES + phase. So ranks whose round failed in different phases agree

@@ -41,11 +41,12 @@ BYTES_RECEIVED_OFFSET = 128
 TCP_INFO_BYTES = 136
 
 LOOK_SECONDS: Final = 0.1
-"""How often the owner of a ROUTER looks for endless messages. Until then, what a connection brings may take
-libzmq 20 times as much memory."""
+"""How often the owner of a ROUTER looks for endless messages. Until then, received bytes may take 20 times as
+much memory in libzmq."""
 
 MAX_SHARE: Final = 0.01
-"""The share of the owner's time that looks may take. With 2000 connections and more they come less often."""
+"""The greatest share of the owner's time that looks may take. With 2000 connections and more, looks are less
+frequent."""
 
 MAX_GONE: Final = 8192
 """How many ended connections are kept for :meth:`Connections.gone`, which servers never call."""
@@ -149,7 +150,7 @@ class Connections:
         self.monitor.close()
 
     def cut(self, descriptor: int) -> str:
-        """Cuts the connection with this descriptor: what waits to be sent to it is dropped.
+        """Cuts the connection with this descriptor, and drops the messages that wait to be sent on it.
 
         Returns:
             the ``host:port`` of its peer; empty if it was gone already.
@@ -190,7 +191,7 @@ class Connections:
         if sys.platform == "linux":
             with _borrowed(descriptor) as borrowed:
                 if borrowed is not None:
-                    # The bytes that it has brought so far count, too.
+                    # The bytes that it has brought so far also count.
                     self._known[descriptor] = _Connection(borrowed.remote, 0)
 
 
@@ -212,7 +213,7 @@ def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borro
 
 
 def _bytes_received(descriptor: int) -> int:
-    """What the kernel has received on a connection; 0 if the descriptor is closed.
+    """The bytes that the kernel has received on a connection; 0 if the descriptor is closed.
 
     A call by ctypes takes half a microsecond; with a :class:`socket.socket` made for it, ten times as long.
     """

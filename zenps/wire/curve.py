@@ -2,7 +2,7 @@
 
 With CURVE, libzmq asks a handler in the same context about each peer that has proved to own some key (ZAP,
 https://rfc.zeromq.org/spec/27/). Here the thread that owns the ROUTER answers: a thread of its own, as in
-pyzmq's ``ThreadAuthenticator``, would have to be told of every change of the keys.
+pyzmq's ``ThreadAuthenticator``, would need notice of every change of the keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zenps.observe import log
 from .connections import HANDSHAKE_FAILURES, Connections, Event
 from .sockets import ZAP_DOMAIN, Socket
 
-if TYPE_CHECKING:  # zenps health and its like import no metrics
+if TYPE_CHECKING:  # short commands such as zenps health should not import metrics
     from zenps.observe.metrics import Refusal
 
 Failure = Literal["unknown_key", "mechanism", "other"]
@@ -56,7 +56,7 @@ class Handshakes:
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
         self.hint = ""
-        """For the error of a wait that has ended: handshakes failed, and libzmq does not say why."""
+        """A hint for the error of a wait that has ended, if handshakes failed and libzmq does not say why."""
 
     def wait(self, seconds: float) -> None:
         """Waits until the socket has a message, a handshake has failed, or ``seconds`` have passed."""
@@ -100,13 +100,13 @@ def _failure(event: Event) -> Failure:
 class Authenticator:
     """Admits peers of a ROUTER whose keys are listed. Without keys it admits everybody.
 
-    It has to be made before the ROUTER is bound, and used by the thread that owns the ROUTER.
+    It must be made before the ROUTER is bound, and be used by the thread that owns the ROUTER.
 
     Args:
         ctx: the context of the ROUTER.
         keys: of this node, or None. The list of public keys is read again whenever its file has changed.
         count: called for every connection that is refused.
-        role: the only one whose nodes have business there; empty: any.
+        role: the only role whose nodes may connect; empty: any.
 
     Attributes:
         sockets: to poll; when one is readable, call :meth:`attend`.
@@ -242,8 +242,8 @@ def warn_if_open(keys: Keys | None, address: str) -> None:
     """Warns if there are no keys and other machines may reach ``address``, ``host:port``."""
     if keys is None and not is_loopback(parse_address(address)[0]):
         _logger.warning(
-            "%s is no loopback address, and there are no keys: whoever reaches it can read, change and join "
-            "this job. zenps keygen makes keys; security.keys and security.secret use them",
+            "%s is not a loopback address, and there are no keys: whoever reaches it can read, change and "
+            "join this job. zenps keygen makes keys; security.keys and security.secret use them",
             address,
         )
 

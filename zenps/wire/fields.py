@@ -14,7 +14,7 @@ FailureKind = Literal["mismatch", "deadline", "lost", "size"]
 Kind = Literal["dense", "sparse", "blocks"]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 LAST_BARRIER = (1 << 62) - 1
-"""The number of the barrier before workers leave. It is not counted, as a worker may reach it early."""
+"""The number of the barrier before workers leave. It is not counted, because a worker may reach it early."""
 Incarnation = Count
 """The random number that each process of a scheduler draws; 0 if it is not known."""
 Rank = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -33,7 +33,7 @@ MAX_RESULT_FRAGMENTS = 1 << 12  # half of what a server's send queue takes, beca
 Fragment = Annotated[int, Meta(ge=0, lt=MAX_FRAGMENTS)]
 """Which fragment of a chunk a message is, in order of position."""
 Fragments = Annotated[int, Meta(ge=1, le=MAX_FRAGMENTS)]
-"""In how many messages the rows of a chunk travel from the same sender."""
+"""The number of messages in which a sender's rows of a chunk travel."""
 Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_length=32)]
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]

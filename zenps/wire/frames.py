@@ -6,8 +6,7 @@ to a type through the closed union that the caller accepts; nothing received is 
 
 A message with frames has a checksum, which covers the message and its frames. The checksums of TCP and
 Ethernet miss damage by faulty memory, or by a device between two connections. It does not protect against
-attackers. XXH3 takes a tenth of the time of the copies that a message goes through anyway, so it is always
-on.
+attackers. XXH3 takes a tenth of the time of the copies that each message needs anyway, so it is always on.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def new_identity(role: Role) -> bytes:
 
 @functools.lru_cache(maxsize=2 * MAX_WORKERS)
 def public_identity(identity: bytes) -> bytes:
-    """What servers call the worker that has ``identity`` at the scheduler."""
+    """The public identity of the worker that has ``identity`` at the scheduler."""
     digest = hashlib.blake2b(identity, digest_size=16, person=b"zenps-servers")
     return b"worker-" + digest.hexdigest().encode()
 

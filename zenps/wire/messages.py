@@ -57,7 +57,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     codec: CodecName | Literal["none"]
     average: bool
     again: bool = False
-    """True if the round began under an older ring: ranks that have ended it have to push it again."""
+    """True if the round began under an older ring: ranks that have ended it must push it again."""
     answer: PullCodec = "auto"
     """How the positions of the result should be encoded."""
     values: ValueForm = "same"
@@ -68,7 +68,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     fragment: Fragment = 0
     fragments: Fragments = 1
     given: Annotated[str, Meta(max_length=2048)] = ""
-    """The caller's tensor, in words, if it travels in another form: the same on all ranks."""
+    """A description of the caller's tensor, if that travels in another form; the same on all ranks."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class Hello(Struct, frozen=True, array_like=True):
 
 
 class ChunkReply(Struct, frozen=True, array_like=True):
-    """The base of all answers of a server: which chunk of which round it means."""
+    """The base of all answers of a server: it identifies the chunk and the round."""
 
     ring_epoch: Count
     tensor: Name

@@ -8,7 +8,7 @@ from .scheduler_messages import FromScheduler, Register, View, WhoAreYou
 
 
 class Registration:
-    """A node's registration, with what a restarted scheduler has to learn from it. Has no socket.
+    """A node's registration, with all that a restarted scheduler must learn from it. It has no socket.
 
     Attributes:
         view: the newest view that the node has; None before the first.
@@ -23,9 +23,10 @@ class Registration:
         self.barriers = self.incarnation = 0
 
     def is_of_another(self, message: FromScheduler) -> bool:
-        """Returns whether a message is of another scheduler than the one that the node follows.
+        """Returns whether a message comes from a scheduler that this node does not follow.
 
-        Two may run, each with a part of the nodes, and a connection may lead to one and then to the other.
+        Two schedulers may run, each with a part of the nodes, and a connection may lead to one and then to
+        the other.
         """
         if isinstance(message, WhoAreYou):  # the node begins to follow its sender
             return False

@@ -101,7 +101,7 @@ class SchedulerLink:
             DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
             MismatchError: a shared setting differs from the scheduler's.
             UsageError: the rank is taken, the cluster is already complete, or its job has ended.
-            PeerLostError: a node was lost before all had the first view.
+            PeerLostError: a node was lost before all nodes had the first view.
             ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
         """
         try:
@@ -123,7 +123,8 @@ class SchedulerLink:
         is_joining = is_silence_logged = False
         while True:
             TERMINATION.check()
-            # A scheduler that answers says itself when the time is over: workers may join again much later.
+            # A scheduler that answers reports itself when the time is over. That may be much later, because
+            # workers may join again.
             since = began if is_joining else max(began, self._heard)
             left_seconds = since + patience_seconds - (now := time.monotonic())
             if left_seconds <= 0:
@@ -161,7 +162,7 @@ class SchedulerLink:
             self.leave()
             raise DeadlineError(
                 f"the job has not admitted this worker within {self._cluster.rendezvous_seconds:g} s: its "
-                "workers have to call zenps.TrainingState.commit() after each step"
+                "workers must call zenps.TrainingState.commit() after each step"
             )
         raise DeadlineError(self._silence(self._cluster.rendezvous_seconds))
 

@@ -44,8 +44,8 @@ class Register(Struct, frozen=True, array_like=True, tag="register"):
     address: Address
     metrics: Address
     settings: dict[str, str | int | float]
-    """A worker's shared settings, or those that a server shares. They must equal the scheduler's, or ranks
-    would shard differently."""
+    """The shared settings of a worker, or of a server. They must equal the scheduler's, or ranks would shard
+    differently."""
     generation: Count = 0
     """How often torchrun has restarted the workers. A newer generation replaces all older ones."""
     restarts: Count = 0
@@ -73,7 +73,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     waited_seconds: float = 0.0
     """How long that wait has lasted."""
     incarnation: Incarnation = 0
-    """That of the scheduler at which the node has registered last; 0 before its first view."""
+    """The incarnation of the scheduler at which the node has registered last; 0 before its first view."""
 
 
 class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
@@ -145,7 +145,7 @@ class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
 
 
 class WhoAreYou(Struct, frozen=True, array_like=True, tag="register?"):
-    """The scheduler does not know the receiver, which has to register (again)."""
+    """The scheduler does not know the receiver, which must register (again)."""
 
     incarnation: Incarnation = 0
 

@@ -51,11 +51,11 @@ HEARTBEAT_SECONDS = 2
 A ROUTER sends none. When a connection has ended while its reading was paused, libzmq 4.3.5 aborts the process
 as soon as it wants to send a heartbeat (``stream_engine_base.cpp``; libzmq issues 3937, 4229 and 4767). A
 ROUTER pauses reading, so it relies on the heartbeats of its peers, which tell it when to give them up. A
-DEALER never pauses: what its caller has in flight bounds what comes."""
+DEALER never pauses reading: the requests that its caller has in flight bound what arrives."""
 
 SILENT_SECONDS = 10
-"""A connection is closed as dead when it has brought nothing for so long, neither a heartbeat nor an answer
-to one."""
+"""A connection is closed as dead after this long without anything received, be it a heartbeat or an answer to
+one."""
 
 BUSY_SECONDS = 60
 """The same where tensors travel. A heartbeat waits behind some megabytes that TCP has buffered on each side;

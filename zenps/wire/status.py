@@ -11,7 +11,7 @@ from zenps.observe.lateness import stragglers
 from .scheduler_messages import NodeStatus, Status
 
 STRAGGLER_SECONDS: Final = 1.0
-"""A worker for which others have waited less than this is no straggler."""
+"""A worker for which others have waited less than this is not a straggler."""
 
 
 def late_workers(status: Status) -> list[NodeStatus]:

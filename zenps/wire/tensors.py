@@ -41,8 +41,8 @@ def dtype_name(dtype: torch.dtype) -> Dtype:
 def flat(tensor: Tensor) -> Tensor:
     """The elements of a tensor in one dimension, in the same memory where it is contiguous.
 
-    Unlike ``reshape(-1)`` it has a stride of 1 also where a view of one element has another, as the first
-    column of a batch of one, whose bytes torch would refuse to view.
+    Unlike the result of ``reshape(-1)`` it always has a stride of 1. A view of one element may have another,
+    such as the first column of a batch of one, and torch would refuse to view its bytes.
     """
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
@@ -65,8 +65,8 @@ def cut_fragments(
 ) -> list[tuple[int, int]]:
     """Divides the rows from ``begin`` up to ``end`` into the fewest fragments of at most ``most_rows``.
 
-    Their sizes differ by a row at most. There is one fragment if there are no rows, and there are never more
-    than ``max_fragments``: these have more rows then.
+    Their sizes differ by a row at most. There is one fragment if there are no rows. There are never more than
+    ``max_fragments``; if necessary, fragments have more rows.
     """
     count = min(max(1, -(-(end - begin) // most_rows)), max_fragments)
     if count == 1:

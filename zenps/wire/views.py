@@ -1,7 +1,7 @@
 """Views on the wire: encoded once for all nodes of a role, with the rank of each receiver apart.
 
 A view names all members. With 1280 of them it has some 100 KB, and each change of members sends 1280 views,
-which differ in nothing but the receiver's rank (docs/scale.md).
+which differ only in the receiver's rank (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ViewEncoder:
 
 
 def _is_alike(view: View, other: View) -> bool:
-    """Returns whether two views are one, but for the rank. Their members are the same objects then."""
+    """Returns whether two views differ only in the rank. If so, their members are the same objects."""
     is_same = view.workers is other.workers and view.servers is other.servers
     return is_same and view.epoch == other.epoch
 

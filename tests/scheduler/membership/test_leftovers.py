@@ -294,7 +294,7 @@ def test_nodes_that_come_after_the_end_hear_that_the_job_has_ended() -> None:
     refused = only(after.on_message(worker(10), NEW[worker(10)], 0.0), worker(10))
     assert isinstance(refused, Refused)
     assert refused.kind == "usage"
-    assert "this job has ended, for all its workers have left; start another" in refused.reason
+    assert "this job has ended, because all its workers have left; start another" in refused.reason
 
 
 def test_of_nodes_that_wait_those_heard_last_begin_the_job() -> None:

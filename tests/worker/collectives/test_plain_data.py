@@ -10,7 +10,7 @@ from zenps.worker.collectives.plain_data import pack_object, unpack_object
 
 @pytest.mark.parametrize("value", [{(1, 2): 3}, {(): 3}, [{"a": ({"b": {("c",): 1}},)}]])
 def test_a_tuple_as_a_key_is_refused(value: object) -> None:
-    with pytest.raises(UsageError, match=r"a dict has the key \(.*, and a key has to be a scalar"):
+    with pytest.raises(UsageError, match=r"a dict has the key \(.*, and a key must be a scalar"):
         pack_object(value)
 
 

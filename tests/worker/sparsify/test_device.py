@@ -284,9 +284,9 @@ class Negative(Wrong):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Wrong, "Wrong.on_device: expected a select_on_device beside it"),
+        (Wrong, "Wrong.on_device: expected a method select_on_device"),
         (Indices, "expected Above of select_on_device, got torch.int64"),
-        (Negative, "expected a start and most of 0 or more"),
+        (Negative, "expected start and most of 0 or more"),
     ],
 )
 def test_a_wrong_plug_in_is_named(kind: type[Sparsifier], message: str) -> None:

@@ -156,7 +156,7 @@ def test_an_empty_part_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     part = write(tmp_path / "part", [*about("worker", 0, 1), Event("a", "X", 1, 5.0, 1.0, tid=1)])
     assert merge([part, tmp_path / "empty"], tmp_path / "out") == 1
-    with pytest.raises(ConfigError, match="in which there is something"):
+    with pytest.raises(ConfigError, match="a part that is not empty"):
         merge([tmp_path / "empty"], tmp_path / "out")
 
 
@@ -226,7 +226,8 @@ def test_a_part_is_not_overwritten(
     before = {path: path.read_bytes() for path in two_parts}
     out, *parts = map(str, [two_parts[0], *two_parts[others]])
     assert main(["trace", out, *parts]) == 2
-    assert capsys.readouterr().err == f"zenps: OUT = {out!r}: expected the file to write, which is no part\n"
+    expected = "the file to write, which is not a part"
+    assert capsys.readouterr().err == f"zenps: OUT = {out!r}: expected {expected}\n"
     assert {path: path.read_bytes() for path in two_parts[0].parent.iterdir()} == before
 
 

@@ -163,7 +163,7 @@ def test_above_looks_at_its_range_alone_and_takes_the_greatest() -> None:
     assert Above(2, most=0).indices(values).tolist() == []
     assert Above(0, 7).indices(values).tolist() == []
     for wrong in (Above(0, -1), Above(0, most=-1)):
-        with pytest.raises(ValueError, match="expected a start and most of 0 or more"):
+        with pytest.raises(ValueError, match="expected start and most of 0 or more"):
             wrong.indices(values)
 
 

@@ -308,7 +308,7 @@ def test_address_on_a_network_is_warned_of(
     warn_if_open(None, address)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"{address} is no loopback address, and there are no keys" in record.message
+    assert f"{address} is not a loopback address, and there are no keys" in record.message
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9100", "127.8.8.8:1", "tcp://localhost:1", "[::1]:1"])

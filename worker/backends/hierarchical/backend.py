@@ -63,7 +63,7 @@ class HierarchicalBackend(Backend):
     """Connects to the other ranks of this host. All ranks construct it at the same point.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: the backend for all that goes over servers.
         arena: the memory that this rank shares; closed by :meth:`close`.
         ranks: of this host.
@@ -97,7 +97,8 @@ class HierarchicalBackend(Backend):
             raise UsageError(f"tensor name {name!r:.60}: {reason}")
         transforms: tuple[Transform, ...] = () if tensor.is_cpu else (ToHost(tensor.device),)
         sparsification = self._session.sparsification
-        # Decided by what all ranks know: the sum that a leader pushes may be wider than its gradients.
+        # Decided by the gradient, so all ranks decide alike. The sum that a leader pushes may have a wider
+        # dtype.
         is_covered = sparsification is not None and sparsification.covers(request)
         options = structs.replace(options, is_sparsifiable=is_covered)
         return self._rounds.begin(Request(tensor.detach().cpu(), name, options), transforms)

@@ -27,7 +27,7 @@ class Follower(HostRounds):
     """The rounds of a follower.
 
     Args:
-        host: what this rank needs to reduce on its host.
+        host: the resources with which this rank reduces on its host.
         link: to the leader.
     """
 

@@ -47,7 +47,7 @@ class Leader(HostRounds):
     """The rounds of a leader.
 
     Args:
-        host: what this rank needs to reduce on its host.
+        host: the resources with which this rank reduces on its host.
         links: to the followers, in rank order.
     """
 
@@ -127,7 +127,7 @@ class Leader(HostRounds):
         """Begins the round over servers for all ranks of this host."""
         options = structs.replace(round_.pending.options, stands_for=self._stands_for, pusher=self._pusher)
         if tensor.dtype != round_.form.dtype:
-            # The gradient was float16 or bfloat16, the sum is float32: it is not quantized.
+            # The sum of float16 or bfloat16 gradients is float32, but must not be quantized.
             options = structs.replace(options, purpose="value")
         return self._servers.begin(Request(tensor, round_.name + SUFFIX, options), "rows")
 
@@ -170,7 +170,7 @@ class Leader(HostRounds):
         size = round_.form.size_bytes(rows)
         for loans in self._loans.values():
             loans.collect()
-        # An empty sum takes one byte, so that it needs no code of its own.
+        # An empty sum takes one byte, so it needs no special case.
         offset, memory = self._arena.allocate(max(size, 1))
         self._adder.copy(chunks, round_.form.view(memory[:size], rows))
         for link in self._links:

@@ -36,10 +36,10 @@ from .transfer import Form, HostRound, HostTransfer, contribution_of
 
 
 class HostSession(NamedTuple):
-    """What a rank needs to reduce on its host.
+    """The resources with which a rank reduces on its host.
 
     Attributes:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: over which ranks negotiate and leaders push.
         arena: the memory that this rank shares with its host.
     """
@@ -119,7 +119,8 @@ class HostRounds(NegotiatedRounds[HostRound]):
             self._process_ready()
 
     def _process_ready(self) -> None:
-        # In a frame of its own: that of a thread that waits would keep the last round, and so its sum.
+        # In a function of its own: the frame of the waiting thread would keep the last round alive, and with
+        # it the sum.
         for round_ in self._ready():
             if round_.is_processed:
                 self._on_answer(round_)
@@ -137,7 +138,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
     def _has_work(self) -> bool:
         """Returns whether there is something to process, or nothing left to wait for.
 
-        Another thread may have ended the last round before this one began to wait.
+        Another thread may have ended the last round before this thread began to wait.
         """
         with self._news:
             return self._failure is not None or bool(self._ready()) or not self._awaits_servers()

@@ -133,8 +133,8 @@ Among = Callable[[int, int], Table]
 def _doubled(group: Group, stream: Stream, among: Among, combine: Combine) -> Stream:
     """Recursive doubling among any number of ranks.
 
-    If it is no power of two, the first ranks are folded in pairs: the even rank of a pair sends its stream to
-    the odd one before the first stage, and gets the result after the last.
+    If it is not a power of two, the first ranks are folded in pairs: the even rank of a pair sends its stream
+    to the odd one before the first stage, and gets the result after the last.
     """
     rank, everything = group.rank, among(0, group.size)
     folded = group.size - (1 << (group.size.bit_length() - 1))

@@ -15,11 +15,11 @@ from zenps.kernels.base import ACCUMULATE
 from ...transport.peer_group import Group
 
 Header = tuple[int, int]
-"""What members have to agree about: the number of the step, and a hash of the model's name."""
+"""What members must agree about: the number of the step, and a hash of the model's name."""
 
 
 class Averaged(NamedTuple):
-    """What this rank has measured over its part of the elements, while the group averaged.
+    """This rank's measurements over its part of the elements, while the group averaged.
 
     Attributes:
         distance: Euclidean, of this rank's values from the averages.

@@ -56,7 +56,7 @@ class GroupAverager:
     ``cluster.deadline_seconds``; afterwards nothing can be averaged any more.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         group: of all ranks; nobody else may use it.
         cycle: the groups of successive steps, as of :func:`~.schedule.make_cycle`.
     """
@@ -110,7 +110,7 @@ class GroupAverager:
             self._session.lease.waits_for = None
 
     def settle(self) -> None:
-        """Waits for an average whose wait Ctrl-C has interrupted: until it ends, its tensors are used.
+        """Waits for an average whose wait Ctrl-C has interrupted: its tensors are in use until it ends.
 
         Errors are those of that average.
         """
@@ -118,7 +118,7 @@ class GroupAverager:
             self._current.wait()
 
     def close(self) -> None:
-        """Ends the thread; an average that is waited for fails."""
+        """Ends the thread; an average in progress fails."""
         self._fail(LeftError())
         self._rounds.put(None)
         self._thread.join(CLOSE_SECONDS)

@@ -31,7 +31,7 @@ class PeerBackend(Backend):
     Broadcasts and negotiations go over servers.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         scheme: of the exchange.
         servers: the backend for all that goes over servers.
 

@@ -17,7 +17,7 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
     """Connects this worker to all others. All ranks call it at the same point.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: over which ranks exchange their addresses.
         purpose: unique among the groups of a worker.
 

@@ -41,7 +41,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     """One worker's exchange with all others. Every method may be called from any thread.
 
     Args:
-        session: what this worker has of the cluster.
+        session: this worker's connections to the cluster.
         servers: over which ranks negotiate.
         group: of all ranks; nobody else may use it.
     """

@@ -53,7 +53,8 @@ def _lines(size: int, group: int, stride: int) -> Schedule:
 
 def _random_cycle(size: int, group: int, source: random.Random) -> list[Schedule]:
     nearest = (2 * size + group) // (2 * group)
-    # At least two, because with one group a step waits for all ranks. But no rank is alone: three are one.
+    # At least two groups, because with one a step waits for all ranks. But no rank may be alone: three ranks
+    # are one group.
     count = min(max(nearest, 2), size // 2)
     bounds = [size * number // count for number in range(count + 1)]
     while True:

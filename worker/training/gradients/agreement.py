@@ -26,7 +26,7 @@ class ParameterAgreement:
     Args:
         prefix: of the rounds' names.
         own: this rank's parameters by name. All ranks take the order of the lowest rank. A joining worker
-            asks nobody: it calls :meth:`adopt` later.
+            does not ask the others: it calls :meth:`adopt` later.
 
     Attributes:
         names: the name of each parameter, in an order that is the same on all ranks.

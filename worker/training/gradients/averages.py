@@ -19,7 +19,7 @@ class Averages:
     Attributes:
         handles: of each sparse parameter, and of each bucket of dense ones.
         partial: those of ``handles`` whose push may leave a residual behind; the same on all ranks.
-        dense: the sparse parameters whose gradient is dense in this step: their average has to be dense, too.
+        dense: the sparse parameters whose gradient is dense in this step: their average must also be dense.
         is_dropped: True if the step was refused: other ranks may wait for its gradients, but this one applies
             none of their averages.
         error: why the step was refused once it ended; None if it was not.
@@ -69,7 +69,7 @@ class StepsInFlight:
 
     @property
     def due(self) -> Averages | None:
-        """The averages that the newest step has to take, and has not taken yet."""
+        """The averages that the newest step must take, and has not taken yet."""
         return self._steps[0] if len(self._steps) > self._staleness else None
 
     @property
@@ -79,7 +79,7 @@ class StepsInFlight:
 
     @property
     def newest(self) -> Averages:
-        """The averages of the newest step; there has to be one."""
+        """The averages of the newest step; there must be one."""
         return self._steps[-1]
 
     @property

@@ -1,4 +1,4 @@
-"""Consistency of one optimizer: when gradients count, and on which ranks (``sync.consistency``)."""
+"""Consistency of one optimizer: when gradients are applied, and on which ranks (``sync.consistency``)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Consistency(ABC):
 
     @property
     def has_run_backward(self) -> bool:
-        """Whether backward has run since the last :meth:`synchronize`, as far as it matters."""
+        """Whether backward has run since the last :meth:`synchronize`, as far as this consistency needs to
+        know."""
         return False
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import Final
 from torch.nn import Parameter
 
 _UNKNOWN: Final = sys.maxsize
-"""What is expected of a parameter whose passes no step has counted: more than there can be."""
+"""The expected passes of a parameter whose passes no step has counted: more than there can be."""
 
 
 class BackwardPasses:
@@ -42,13 +42,13 @@ class BackwardPasses:
         return self._most
 
     def adopt(self, most: Mapping[Parameter, int]) -> None:
-        """Begins a step anew, with what another rank has learned beside what this one has."""
+        """Begins a step anew, and adds what another rank has learned to what this one has."""
         self._counted.clear()
         for parameter, passes in most.items():
             self._most[parameter] = max(passes, self._most.get(parameter, 0))
 
     def await_count(self, parameters: Iterable[Parameter]) -> None:
-        """Has new parameters pushed by ``step()`` until the passes of one step were counted."""
+        """Lets ``step()`` push new parameters until the passes of one step were counted."""
         self._most.update(dict.fromkeys(parameters, _UNKNOWN))
 
     def count(self, parameter: Parameter) -> int:

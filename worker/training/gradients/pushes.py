@@ -33,7 +33,7 @@ class GradientPushes:
 
     Attributes:
         averages: of this step, to come.
-        outdated: what backward has computed again since it was pushed in this step.
+        outdated: the gradients that backward has computed again since they were pushed in this step.
         sparsified: the parameters whose last gradients were sparsified.
         step: the number of this step.
         drains: how often averages were taken between two steps. Ranks must agree about it.
@@ -57,7 +57,7 @@ class GradientPushes:
         """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
 
     def begin_anew(self) -> None:
-        """Forgets what ranks agreed on step by step: one that has joined does not know it."""
+        """Forgets what ranks agreed on step by step, because a rank that has joined does not know it."""
         self._dense.clear()
         self.step = self.drains = self.drops = 0
 
@@ -70,7 +70,7 @@ class GradientPushes:
         return ended
 
     def await_gradients(self) -> None:
-        """Has each bucket wait for all its gradients, whether the last step has pushed it or not."""
+        """Makes each bucket wait for all its gradients, whether the last step has pushed it or not."""
         for bucket in self._agreement.buckets:
             bucket.waiting_for = set(bucket.parameters)
 
@@ -88,7 +88,7 @@ class GradientPushes:
     def drop_rest(self) -> None:
         """Pushes what an error has left unpushed, because other ranks wait for it. Here it is thrown away.
 
-        What still cannot be pushed is left out: its error was raised before.
+        A gradient that still cannot be pushed is left out: its error was raised before.
         """
         self.averages.is_dropped = True
         for owner in self._owners:

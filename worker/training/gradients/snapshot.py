@@ -22,7 +22,8 @@ _Hash = int | Tensor
 # leaves all of them unchanged. It is a prime, so that columns do not coincide with the rows of a layer.
 _COLUMNS = 1021
 
-# Sums are int64, and words narrower: of words of 64 bits, an even number of flipped signs would add up to 0.
+# Sums are int64, and words narrower: with words of 64 bits, an even number of flipped signs would add up to
+# 0.
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 

@@ -63,8 +63,8 @@ raised. ``ended``: ranks end the step, with or without this rank's gradients; av
 residuals have kept; the next call drops the averages all the same. ``consumed``: gradients were applied or
 dropped.
 
-Whether backward has run is no state: a refused step may have no gradient at all, and ``BackwardPasses``
-counts them anyway.
+Whether backward has run is not a state of its own: a refused step may have no gradient at all, and
+``BackwardPasses`` counts them anyway.
 """
 
 SYNCHRONIZED: Final[tuple[StepState, ...]] = ("synchronized", "partial")

@@ -206,14 +206,14 @@ class GradientSynchronizer(Consistency):
         """Ends the step without its gradients, which the caller clears.
 
         If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
-        the step, or have refused it: otherwise the next push is a MismatchError. What is pushed here leaves
-        residuals as they are.
+        the step, or have refused it: otherwise the next push is a MismatchError. These pushes leave residuals
+        as they are.
 
         Returns:
             whether the averages of an earlier step are there, and still to be applied.
 
         Raises:
-            UsageError: what was pushed is missing in the residuals of a quantizer or sparsifier.
+            UsageError: the pushed elements are missing in the residuals of a quantizer or sparsifier.
         """
         if self._steps.due is not None:  # Ctrl-C has interrupted this, or synchronize()
             if self._steps.newest.is_dropped:
@@ -223,8 +223,8 @@ class GradientSynchronizer(Consistency):
             self._advance("warned")
             raise UsageError(
                 "gradients were quantized or sparsified: expected step() after synchronize(), got "
-                "zero_grad(), but what residuals have kept of them is pushed with the next ones; another "
-                "zero_grad() ends this step all the same"
+                "zero_grad(), but residuals keep a part of them, which is pushed with the next gradients; "
+                "another zero_grad() ends this step all the same"
             )
         if self._state == "refused":
             return self._drop_all()
@@ -246,7 +246,7 @@ class GradientSynchronizer(Consistency):
 
     @property
     def _pushes_early(self) -> bool:
-        """False if gradients wait for ``step()``, for too many were thrown away: the same on all ranks."""
+        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
         return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
@@ -266,7 +266,7 @@ class GradientSynchronizer(Consistency):
         self._computed.clear()
 
     def _push_step(self, all_drop: bool = False) -> None:
-        """Pushes what backward has not pushed, and ends the step. :meth:`_take_due` has to follow."""
+        """Pushes what backward has not pushed, and ends the step. Call :meth:`_take_due` next."""
         self._steps.forget_due()
         self._close_step()
         disagreement: ZenPSError | None = None

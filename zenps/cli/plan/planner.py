@@ -157,15 +157,16 @@ def _reasons(
     others = sorted((scheme for scheme in costs if scheme != choice), key=lambda name: costs[name].seconds)
     next_best = others[0]
     ratio = costs[next_best].seconds / own.seconds
-    if ratio < 1:  # what it spends bytes on is no reason then
-        said.append(f"Next is {next_best}, which would take {ratio:.2f} of that.")
-        said.append(f"{choice} is taken unless another wins by {MARGIN - 1:.0%}.")
+    if ratio < 1:  # the scheme's ``spends`` is not a reason then
+        said.append(f"Next is {next_best}, which would take {ratio:.2f} of that time.")
+        said.append(f"{choice} is recommended unless another scheme wins by {MARGIN - 1:.0%}.")
     else:
         why = scheme_of(next_best).spends
         said.append(f"Next is {next_best}, which takes {ratio:.2f} times as long: {why}.")
     said.append(_where_it_changes(links.workers, by_count, choice))
     if granule is not None:
-        said.append(f"Single elements move by {granule} (sync.granule), so that servers have even shares.")
+        runs = f"Elements are partitioned in runs of {granule} (sync.granule)"
+        said.append(f"{runs}, so that servers have even shares.")
     return said
 
 
@@ -184,20 +185,20 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     if not heaviest.is_sparse:
         return f"Bytes decide: {sent}. {of}, which is dense and travels whole under every scheme."
     grows = (
-        f"of whose {heaviest.rows} rows one worker pushes {heaviest.density:.2%}, and the union of all has "
-        f"{heaviest.densification(links.workers):.1f} times as many"
+        f"one worker pushes {heaviest.density:.2%} of its {heaviest.rows} rows, and the union of all workers "
+        f"has {heaviest.densification(links.workers):.1f} times as many"
     )
     which = "Pulls decide" if cost.pull_bytes > cost.push_bytes else "Pushes decide"
-    return f"{which}: {sent}. {of}, {grows}."
+    return f"{which}: {sent}. {of}: {grows}."
 
 
 def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice: str) -> str:
     choices = {count: _choose(costs) for count, costs in by_count.items()}
     above = next((count for count in sorted(choices) if count > workers and choices[count] != choice), None)
     below = [count for count in choices if count < workers and choices[count] != choice]
-    told = [f"Up to {max(below)} workers, {choices[max(below)]} is ahead."] if below else []
-    told += [f"From {above} workers on, {choices[above]} is ahead."] if above is not None else []
-    return " ".join(told) or f"It is the one to take from 2 workers to {MAX_WORKERS}."
+    told = [f"Up to {max(below)} workers, {choices[max(below)]} is recommended."] if below else []
+    told += [f"From {above} workers on, {choices[above]} is recommended."] if above is not None else []
+    return " ".join(told) or f"{choice} is recommended for any number of workers from 2 to {MAX_WORKERS}."
 
 
 def _notes(
@@ -209,7 +210,7 @@ def _notes(
         others = ", ".join(f"{show_bytes(moved)} with {name}" for name, moved in sparsified.items())
         notes.append(
             f"of large dense gradients each worker pushes and pulls {show_bytes(whole_bytes)} a step; "
-            f"sync.sparsifier would make it {others} at a density of {DENSITY:g} (docs/sparsifiers.md)"
+            f"sync.sparsifier would reduce that to {others} at a density of {DENSITY:g} (docs/sparsifiers.md)"
         )
     for profile in found:
         name = repr(profile.tensor)
@@ -222,11 +223,11 @@ def _notes(
         if profile.is_sparse and max(both) > 1.25 * min(both):
             notes.append(
                 f"{name}: a worker's steps overlap by {profile.step_overlap:.2f}, workers by "
-                f"{profile.overlap:.2f}; steps stand for workers beyond {profile.workers}, so that their "
+                f"{profile.overlap:.2f}; steps stand in for workers beyond {profile.workers}, whose "
                 f"unions may be {'larger' if profile.overlap < profile.step_overlap else 'smaller'}"
             )
     if all(profile.workers == 1 for profile in found):
-        notes.append("only one worker was recorded, whose steps stand for others")
+        notes.append("only one worker was recorded; its steps stand in for other workers")
     if rare:
         notes.append(f"pushed in fewer than half of the steps: {listing(rare)}")
     for setting in dict.fromkeys(ruled_out.values()):

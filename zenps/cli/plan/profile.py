@@ -29,7 +29,7 @@ MAX_IMBALANCE: Final = 1.05
 class Growth:
     """Accumulation curve: the number of different items in a number of samples.
 
-    For no more samples than there are, it is the mean over all choices of them: exact and unbiased
+    Up to the number of samples that there are, it is the mean over all choices of samples: exact and unbiased
     (rarefaction: Hurlbert 1971, "The Nonconcept of Species Diversity"). Beyond, it follows Heaps' law,
     with an exponent that keeps falling as it falls between a quarter of the samples and all: a plain power
     law overestimates the tail of a finite table.

@@ -1,7 +1,8 @@
 """Kernel launches on a GPU, through CuPy's runtime compiler.
 
-A kernel is compiled when it is first launched; what a training does not use is not compiled. CuPy keeps
-kernels in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``): only the first use on a machine pays for it.
+A kernel is compiled at its first launch, so kernels that a training does not use are never compiled. CuPy
+keeps kernels in ``CUPY_CACHE_DIR`` (default ``~/.cupy/kernel_cache``): only the first use on a machine pays
+for it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class CupyLauncher(Launcher):
         index = next(arg.device.index for arg in args if isinstance(arg, Tensor))
         words = tuple(map(_parameter, args))
         # CuPy would launch on its own current stream, which is not torch's. torch.cuda.current_stream() takes
-        # longer than the launch itself; torch's inductor asks like this, too.
+        # longer than the launch itself; torch's inductor also asks in this way.
         stream = _Stream(torch._C._cuda_getCurrentRawStream(index))
         with on_device(index):
             self._kernel(source, expression)((grid,), (block,), words, stream=stream)
@@ -51,8 +52,8 @@ class CupyLauncher(Launcher):
     def _kernel(self, source: str, expression: str) -> Any:
         """CuPy's kernel; it serves all devices.
 
-        Each is a program of its own: otherwise the first use of one of a source's kernels, which may be 60,
-        would wait for all of them.
+        Each kernel is compiled as its own program. A source may have 60 kernels, and otherwise the first use
+        of one would wait until all are compiled.
         """
         key = source, expression
         if key not in self._kernels:

@@ -13,7 +13,7 @@ from .sources import position_name
 INTEGERS = (torch.int32, torch.int64)
 
 MAX_BLOCKS = 1024
-"""About as many as run at once: where there is more to do, a block goes on."""
+"""About as many blocks as run at once: where there is more to do, each block takes more than one part."""
 
 
 class DeviceLayout(NamedTuple):
@@ -30,7 +30,7 @@ class DeviceLayout(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What kernels read on the device."""
+        """The tensors that kernels read on the device."""
         return tuple(word for word in self.placement if isinstance(word, Tensor))
 
     @property

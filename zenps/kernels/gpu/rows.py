@@ -50,7 +50,7 @@ class GroupedRows:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a compaction tells the host, and its scratch memory.
+    """The numbers that a compaction reports to the host, and its scratch memory.
 
     Attributes:
         cuts: int64 ``[c]`` on the device: positions that ascend, such as the ends of chunks.

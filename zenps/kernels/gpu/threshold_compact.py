@@ -48,7 +48,7 @@ def threshold_compact(
         bounds: the first element that is searched, and the one behind the last.
         capacity: the number of elements that the output has room for.
         takes: True to leave 0 in the residual where an element was written.
-        on_added: called once the gradient is added: what fails later must not add it again.
+        on_added: called once the gradient is added: after a later failure the caller must not add it again.
 
     Returns:
         positions, int64 ``[capacity]``: the elements' indices; and their sums ``[capacity, 1]``.
@@ -99,7 +99,7 @@ def count(values: Tensor, edges: NDArray[np.floating[Any]]) -> Tensor:
     It waits for the device, which tells how many reach the first edge.
     """
     magnitudes = _magnitudes(values)
-    # Few reach the first edge. Its rounding to their dtype cannot leave one out.
+    # Few elements reach the first edge. Its rounding to their dtype cannot leave one out.
     few = magnitudes[magnitudes >= float(edges[0])].double()
     ascending = torch.from_numpy(edges.astype(np.float64)).to(values.device)
     reached = torch.bucketize(few, ascending, right=True)
@@ -117,6 +117,6 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _bits(threshold: float) -> int:
-    """The bits of a float32; what is not greater than 0 bounds nothing."""
+    """The bits of a float32 bound; a bound that is not greater than 0 excludes nothing."""
     with np.errstate(over="ignore"):
         return int(np.float32(threshold).view(np.int32)) if threshold > 0 else 0

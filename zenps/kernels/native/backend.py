@@ -1,7 +1,7 @@
 """Native kernels: compaction, aggregation and scatter in C, by rank in a bitmap or a radix sort.
 
 A row goes straight to its rank among the sorted unique keys, and is added to what is there. Nothing else is
-moved, and nothing sorted but keys that lie far apart.
+moved, and only keys that lie far apart are sorted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class NativeKernels(Kernels):
     Args:
         library: what :func:`~.library.load_library` returns.
         threads: at most this many work on one call. They change no bit.
-        method: ``BITMAP`` or ``RADIX``, for tests and benchmarks; 0: what is faster.
+        method: ``BITMAP`` or ``RADIX``, for tests and benchmarks; 0: the faster one.
     """
 
     def __init__(self, pool: BufferPool, library: ctypes.CDLL, threads: int = 1, method: int = 0) -> None:
@@ -62,7 +62,7 @@ class NativeKernels(Kernels):
         return self._torch.scatter(parts) if placed is None else placed
 
     def _plan(self, parts: Sequence[Rows]) -> Plan | None:
-        """What C needs to know of ``parts``; None if C does not take them."""
+        """The description of ``parts`` for C; None if C does not take them."""
         if not parts:
             return None
         _, first = parts[0]
@@ -81,7 +81,7 @@ class NativeKernels(Kernels):
 
     def _rank(self, parts: Sequence[Rows], plan: Plan) -> tuple[ctypes.Array[c_int64], Tensor] | None:
         """The parts as C reads them, and the memory of ranks; None if keys are too far apart."""
-        # Not len(): that of a tensor is written in Python.
+        # Not len(): for a tensor it is slow, because it is written in Python.
         words = [word for keys, rows in parts for word in (keys.data_ptr(), rows.data_ptr(), keys.shape[0])]
         given = (c_int64 * len(words))(*words)
         self._library.zenps_measure(given, byref(plan))

@@ -57,14 +57,15 @@ def find(values: Floats, bound: float) -> Numbers:
 
 
 def find_greatest(values: Floats, bound: float, most: int) -> Numbers:
-    """As :func:`find`, but of more than ``most`` the greatest; of equal ones the first."""
+    """As :func:`find`; if more than ``most`` elements reach the bound, the greatest of them, and of equal
+    ones the first."""
     return _of(values).find_greatest(values, bound, most)
 
 
 def sample(values: Floats, stride: int, rank: int) -> float:
     """The magnitude that ``rank`` others precede in descending order, among every ``stride``-th element.
 
-    It is infinite for NaN. There are more than ``rank``.
+    It is infinite for NaN. There must be more than ``rank`` such elements.
     """
     return _of(values).sample(values, stride, rank)
 
@@ -111,7 +112,7 @@ class ByNumpy:
 
     def count(self, values: Floats, edges: Floats) -> Numbers:
         """As :func:`count`."""
-        # Few reach the first edge, so sorting them takes less than finding each one's place.
+        # Few elements reach the first edge, so sorting them takes less time than finding the place of each.
         magnitudes = np.sort(np.abs(values[self.find(values, float(edges[0]))]))
         return len(magnitudes) - np.searchsorted(magnitudes, edges)
 
@@ -162,7 +163,8 @@ class ByLibrary:
         """As :func:`count`."""
         with np.errstate(over="ignore", under="ignore"):
             rounded = edges.astype(values.dtype)
-            # What reaches an edge between two numbers of this dtype reaches the next greater one.
+            # An element that reaches an edge between two numbers of this dtype also reaches the next greater
+            # number.
             reached = np.where(rounded < edges, np.nextafter(rounded, values.dtype.type(math.inf)), rounded)
         bits = reached.view(BITS[values.dtype]).astype(np.int64)
         counts = np.empty(len(edges) + 1, np.int64)
@@ -186,7 +188,7 @@ def _rounded(bound: float, dtype: np.dtype[Any]) -> Floats:
 
 
 def _bits(bound: float, dtype: np.dtype[Any]) -> int:
-    """The bits of a bound; what is not greater than 0 bounds nothing."""
+    """The bits of a bound; a bound that is not greater than 0 excludes nothing."""
     return int(_rounded(bound, dtype).view(BITS[dtype])) if bound > 0 else 0
 
 

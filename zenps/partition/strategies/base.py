@@ -84,7 +84,7 @@ class PartitionStrategy(ABC):
 
     @abstractmethod
     def partition(self, space: KeySpace) -> Partition:
-        """The partition of one tensor. It must depend on ``space`` alone: every node computes it."""
+        """The partition of one tensor. It must depend on ``space`` alone, because every node computes it."""
 
 
 def even_bounds(granules: int) -> Tensor:

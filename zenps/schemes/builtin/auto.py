@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Auto(Scheme):
     """ZenPS over servers, or AGsparse among workers.
 
-    Both sum in rank order and keep every touched row, so that the result has the same bits whichever scheme
-    a tensor takes. Dense tensors go over servers.
+    Both sum in rank order and keep every touched row, so the result has the same bits whichever scheme a
+    tensor takes. Dense tensors go over servers.
     """
 
     name = "auto"
@@ -35,7 +35,7 @@ class Auto(Scheme):
         return (zenps.SCHEME, refused) if refused else None
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
-        """That of the candidate that takes less time."""
+        """The cost of the candidate that takes less time."""
         return min((scheme.cost(tensor, links) for scheme in self.candidates), key=lambda cost: cost.seconds)
 
 

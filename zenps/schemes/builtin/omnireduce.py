@@ -20,7 +20,7 @@ class OmniReduce(Scheme):
     name = "omnireduce"
     engine = "blocks"
     wire = WireForm(keys="none", partition="parallel", contiguous=True)
-    spends = "it moves whole blocks of 256 elements, in contiguous ranges of which one is the fullest"
+    spends = "it moves whole blocks of 256 elements, in contiguous ranges that are unevenly full"
     order = 5
 
     def refuse(self, settings: Combination) -> ConfigError | None:

@@ -32,7 +32,7 @@ class SparCML(PeerScheme):
     order = 8
 
     def cost(self, tensor: Tensor, links: Links) -> Cost:
-        """That of the algorithm that :func:`choose` takes if all workers push as many rows."""
+        """The cost of the algorithm that :func:`choose` takes if all workers push equally many rows."""
         rows = [tensor.density * tensor.rows] * links.workers
         match choose(tensor.rows, tensor.row_bytes, rows):
             case "recursive doubling":
@@ -49,8 +49,8 @@ class SparCML(PeerScheme):
 def choose(total_rows: int, row_bytes: int, rows: Sequence[float]) -> Algorithm:
     """The algorithm that is expected to take least time.
 
-    It is dense split if the expected sum takes fewer bytes dense than sparse, else the one with the smaller
-    sum of latency and bytes. Nobody knows the union beforehand, so ranks are assumed to touch rows
+    It is the dense split if the expected sum takes fewer bytes dense than sparse, else the algorithm with the
+    smaller sum of latency and bytes. Nobody knows the union beforehand, so ranks are assumed to touch rows
     independently and uniformly.
 
     Args:

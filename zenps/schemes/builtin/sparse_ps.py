@@ -16,8 +16,8 @@ class SparsePS(Scheme):
     name = "sparse-ps"
     wire = WireForm(partition="parallel", contiguous=True, push_codec="coo", pull_codec="coo", chunked=False)
     spends = (
-        "the fullest of its contiguous ranges has more than its share, and what is pushed is not summed "
-        "while the rest travels"
+        "the fullest of its contiguous ranges has more than its share, and rows are not summed while "
+        "others still travel"
     )
     order = 3
 

@@ -36,8 +36,8 @@ CAPACITY_BYTES = 1 << 38
 MADV_POPULATE_READ = 22
 MAP_FAILED = (1 << 64) - 1
 
-# A smaller private range is copied: a mapping takes three system calls, and one of the 65530 that a process
-# may have (vm.max_map_count).
+# A smaller private range is copied, not mapped: a mapping takes three system calls, and a process may have
+# only 65530 of them (vm.max_map_count).
 SMALLEST_MAPPED_BYTES = 64 << 10
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -58,7 +58,7 @@ class Arena:
     Memory is used again once nobody in this process refers to it any more: others must have read it by then.
 
     Args:
-        keep_bytes: each pool keeps at most so much unused memory.
+        keep_bytes: each pool keeps at most this much unused memory.
 
     Attributes:
         fd: the descriptor to give to readers.
@@ -194,7 +194,7 @@ class Window:
             ProtocolError: they lie outside the arena.
             TensorError: this process cannot map them.
         """
-        run_finalizers()  # unmaps what was dropped: a process may only have so many mappings
+        run_finalizers()  # unmaps dropped ranges: the number of a process's mappings is limited
         _check(offset, size_bytes)
         before = offset % mmap.ALLOCATIONGRANULARITY
         length = before + size_bytes

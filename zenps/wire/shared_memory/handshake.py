@@ -31,8 +31,8 @@ MAX_QUEUED = 1024
 
 MAX_HELLO_BYTES = 1024
 
-# How long a listener accepts nothing once its process has no free descriptor. A connection that waits lets
-# each poll of it return at once.
+# How long a listener accepts nothing once its process has no free descriptor. While a connection waits to be
+# accepted, each poll returns at once.
 PAUSE_SECONDS = 0.2
 
 # Refusals that a listener logs: any local process can cause them as often as it likes.
@@ -155,8 +155,8 @@ class Listener(Generic[Hello]):
     def poll(self, seconds: float = 0.0) -> list[Caller[Hello]]:
         """Waits for at most ``seconds`` for something to do, and returns those that have sent their hello.
 
-        The work of one call is bounded, however many processes connect. Each returned caller has to be passed
-        to :meth:`accept` or :meth:`refuse`.
+        The work of one call is bounded, however many processes connect. Pass each returned caller to
+        :meth:`accept` or :meth:`refuse`.
         """
         callers = []
         if self._paused_until is not None:

@@ -16,7 +16,7 @@ DROPPED = struct.Struct("<Q")
 class Loans:
     """The memory that one peer was lent. Used by one thread, except for :meth:`drop`.
 
-    The same memory may be lent several times under one key, and has to be dropped as often.
+    The same memory may be lent several times under one key, and must be dropped as often.
 
     Attributes:
         lent_bytes: the sum of what is lent.

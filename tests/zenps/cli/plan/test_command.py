@@ -68,7 +68,7 @@ def test_single_elements_get_their_granule(
     Path("zenps.toml").write_text("[sync]\ngranule = 64\n")
     assert main(["plan", "--trace", "t", "--workers", "4", "--write", "zenps.toml"]) == 0
     out = capsys.readouterr().out
-    assert "move by 16 (sync.granule)" in " ".join(out.split())
+    assert "in runs of 16 (sync.granule)" in " ".join(out.split())
     assert "set sync.granule = 16, which was 64 in zenps.toml" in out
     assert load(environ={}).config.sync.granule == 16
 
