@@ -355,8 +355,10 @@ class NamesNobody(Membership):
 class NeverMissesAWorker(Membership):
     """Waits for a lost worker."""
 
-    def _on_lost(self, node: Node, now: float) -> list[Send]:
-        return super()._on_lost(node, now) if node.role == "server" else []
+    def on_tick(self, now: float, late_seconds: float = 0.0) -> list[Send]:
+        for node in self._job.members.present("worker"):
+            node.last_heard = now
+        return super().on_tick(now, late_seconds)
 
 
 class TakesGenerationsForOne(Membership):

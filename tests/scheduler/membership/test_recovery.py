@@ -188,6 +188,22 @@ def test_a_worker_that_was_started_again_meanwhile_does_not_return(
     assert (after.state, after.name_of(worker(1))) == ("running", "worker-1")
 
 
+@pytest.mark.parametrize("new_comes_first", [False, True])
+def test_a_worker_that_was_started_again_does_not_return_if_no_server_does(new_comes_first: bool) -> None:
+    """Only servers know identities. A new process in a pod went on from step 0, with workers that were further."""
+    nodes, after = Nodes(), make_membership()
+    again, message = b"worker-1-again", nodes.registers[worker(1)]
+    if new_comes_first:
+        after.on_message(again, message, 0.0)
+    nodes.come(after, [worker(0)])
+    after.on_message(again, message, 1.0)
+    assert (after.state, after.name_of(again)) == ("recovering", "")
+    for peer, epoch in ((worker(0), 1), (again, 0)):
+        after.on_message(peer, Heartbeat(epoch, {}), ENOUGH_SECONDS - 1)
+    after.on_tick(ENOUGH_SECONDS, 0.0)
+    assert after.failure.startswith("worker 1 (host box, pid 1) is lost: it did not return")
+
+
 def test_a_worker_does_not_return_as_another_whose_process_it_claims_to_be() -> None:
     """Its key allows it to register as worker 1 alone: later messages for worker 0 would be refused."""
     nodes, after = Nodes(), make_membership()
