@@ -190,7 +190,7 @@ def test_a_worker_that_was_started_again_meanwhile_does_not_return(
 
 @pytest.mark.parametrize("new_comes_first", [False, True])
 def test_a_worker_that_was_started_again_does_not_return_if_no_server_does(new_comes_first: bool) -> None:
-    """Only servers know identities. A new process in a pod went on from step 0, with workers that were further."""
+    """Only servers know identities. A pod's new process went on from step 0, others from where they were."""
     nodes, after = Nodes(), make_membership()
     again, message = b"worker-1-again", nodes.registers[worker(1)]
     if new_comes_first:
