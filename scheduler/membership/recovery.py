@@ -131,9 +131,9 @@ class Recovery:
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
 
-        Only servers' views have the identities of workers. If the view has one, it must be the same. If it has
-        none, a worker must have a view: a new process in a pod has the host name and number of the one before
-        it. With keys, a node can have no other rank than the one with which it registers.
+        Only servers' views have the identities of workers. If the view has one, it must be the same. If it
+        has none, a worker must have a view: a new process in a pod has the host name and number of the one
+        before it. With keys, a node can have no other rank than the one with which it registers.
         """
         is_unknown = message.role == "worker" and message.view is None
         identities = {public_identity(peer)} if is_unknown else {b"", public_identity(peer)}
