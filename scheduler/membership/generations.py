@@ -32,6 +32,9 @@ def is_restart(message: Register, job: Job) -> bool:
         return False
     if message.generation > job.generation:
         return True
+    workers = [node.register for node in job.members.present("worker")]
+    if any(w.host == message.host and w.generation < message.generation for w in workers):
+        return True  # torchrun has ended that worker, which had registered again before it died
     if job.state not in ("confirming", "running", "draining"):
         return False
     if job.cluster.rejoin_seconds and (job.is_open_again or _returns(message, job)):

@@ -117,6 +117,24 @@ def test_an_older_count_on_the_same_host_is_stale() -> None:
     assert refused == Refused("lost", "torchrun has restarted the workers")
 
 
+def test_a_newer_count_on_the_same_host_replaces_the_older() -> None:
+    """A worker registered again before its agent ended it, and its rank was taken for a lease."""
+    membership = on_two_hosts()
+    new = {
+        0: register("worker", 0, 70, "node0", generation=1, restarts=1),
+        1: register("worker", 1, 71, "node1", generation=1, restarts=1),
+    }
+    assert membership.on_message(b"new-0", new[0], 1.0) == []
+    old = register("worker", 1, host="node1", restarts=2)
+    membership.on_message(worker(1), old, 1.0)
+    assert membership.state == "confirming"
+    assert membership.on_message(b"new-1", new[1], 2.0) == []
+    assert only(membership.on_message(b"new-0", Heartbeat(0, {}), 2.0), b"new-0") == WhoAreYou()
+    view = view_of(membership.on_message(b"new-0", new[0], 2.0))
+    assert [m.pid for m in view.workers] == [70, 71]
+    assert only(membership.on_message(worker(1), old, 3.0), worker(1)).kind == "lost"
+
+
 def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
     membership = running()
     membership.on_message(worker(0), Leave(), 1.0)
