@@ -66,7 +66,8 @@ class Simulation:
             self.rng, script.slow_seconds, script.duplicates, script.bytes_per_second, self._must_arrive
         )
         queues = script.steps * STEP_BYTES / script.bytes_per_second if script.bytes_per_second else 0.0
-        self.finish_seconds = FINISH_SECONDS + queues
+        # A round that no answer ends is pushed again after twice as long each time.
+        self.finish_seconds = FINISH_SECONDS + 8 * queues
         self.settle_seconds = SETTLE_SECONDS + queues / script.steps
         self.promises = Promises(self)
         self.judge = Judge(self)
