@@ -71,7 +71,8 @@ class Worker(Member):
         self, simulation: Simulation, number: int, rank: int, generation: int = 0, restarts: int = 0
     ) -> None:
         self.number = number
-        self.is_pod = simulation.script.pods
+        # torchrun would run in each pod, and count restarts for it alone; the supervisor counts them for all.
+        self.is_pod = simulation.script.pods and simulation.script.scenario != "restart"
         self.host, self.pid = (f"pod-{rank}", 1) if self.is_pod else ("host", 1000 + number)
         self.job = 0
         self.rank = rank
