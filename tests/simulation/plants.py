@@ -386,15 +386,6 @@ class MixesGenerations(Membership):
         self._job = _MixingJob(cluster, now)
 
 
-class ForgetsThatTorchrunHasBegunAnew(Membership):
-    """Takes restarted workers that register before returning members for the generation of those members."""
-
-    def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
-        sends = super()._on_recovery(peer, message, now)
-        self._job.generation = max(self._job.generation, self._job.recovery.generation)
-        return sends
-
-
 PLANTS: dict[Scenario, list[Parts]] = {
     "steady": [
         *(
@@ -417,9 +408,6 @@ PLANTS: dict[Scenario, list[Parts]] = {
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn, ContinuesWithAnyHalf)),
         Parts(membership=BeginsAnew),
     ],
-    "restart": [
-        *(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations)),
-        Parts(membership=ForgetsThatTorchrunHasBegunAnew),
-    ],
+    "restart": [*(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations))],
 }
 """The faulty classes, by the scenario that reveals the mistake."""

@@ -15,7 +15,6 @@ from .nodes import Parts, Violation
 from .plants import (
     PLANTS,
     BeginsAnew,
-    ForgetsThatTorchrunHasBegunAnew,
     OverwritesEarlierPushes,
     OverwritesWhatHasEnded,
     WaitsForADeadJob,
@@ -533,19 +532,6 @@ def test_scripts_that_once_failed(script: Script) -> None:
 
 
 REVEALING: dict[type, Script] = {
-    ForgetsThatTorchrunHasBegunAnew: Script(
-        workers=2,
-        servers=2,
-        steps=1,
-        faults=(
-            Fault(at=0.1, kind="crash scheduler", seconds=18.0),
-            Fault(at=4.0, kind="crash server", seconds=17.0),
-            Fault(at=8.0, kind="crash worker in a push", seconds=23.0),
-            Fault(at=21.0, kind="leave worker", seconds=9.0),
-            Fault(at=55.0, kind="stop server", seconds=23.0),
-        ),
-        scenario="restart",
-    ),
     OverwritesWhatHasEnded: Script(
         workers=4,
         servers=3,
