@@ -58,7 +58,7 @@ class _Float(_Quantization):
 
 
 class Float16(_Float):
-    """11 significant bits, up to 65504."""
+    """11 significant bits, up to 65504. Averages below 3·10⁻⁸ become 0, in each step anew."""
 
     form = "float16"
     _dtype = torch.float16

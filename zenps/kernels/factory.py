@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
 from typing import Literal
@@ -12,10 +13,10 @@ from zenps.errors import ConfigError
 from .base import Kernels
 from .cpu import CpuKernels
 from .native.backend import NativeKernels
-from .native.library import ADVICE, find_library, load_library
+from .native.library import ADVICE, open_library
 
 Backend = Literal["auto", "native", "torch"]
-"""``auto``: native kernels where they were built when ZenPS was installed, else those of NumPy and torch."""
+"""``auto``: native kernels where they can be loaded, else those of NumPy and torch."""
 
 logger = logging.getLogger("zenps.kernels")
 
@@ -29,24 +30,25 @@ def make_kernels(pool: BufferPool, backend: Backend = "auto", threads: int = 1) 
         threads: at most this many work on one call of native kernels.
 
     Raises:
-        ConfigError: native kernels are demanded, but were not built.
+        ConfigError: native kernels are demanded, but were not built or cannot be loaded.
     """
-    path = find_native(backend)
-    return CpuKernels(pool) if path is None else NativeKernels(pool, load_library(path), threads)
+    library = find_native(backend)
+    return CpuKernels(pool) if library is None else NativeKernels(pool, library, threads)
 
 
-def find_native(backend: Backend) -> str | None:
-    """The path of the native kernels; None where those of torch are used. Raises as :func:`make_kernels`."""
+def find_native(backend: Backend) -> ctypes.CDLL | None:
+    """The native kernels; None where those of torch are used. Raises as :func:`make_kernels`."""
     if backend == "torch":
         return None
-    path = find_library()
-    if path is None and backend == "native":
-        raise ConfigError("kernels.backend", backend, f"torch, or auto, since they were not built: {ADVICE}")
-    if path is None:
-        _warn_once()
-    return path
+    opened = open_library()
+    if not isinstance(opened, str):
+        return opened
+    if backend == "native":
+        raise ConfigError("kernels.backend", backend, f"torch, or auto, since they {opened}: {ADVICE}")
+    _warn_once(opened)
+    return None
 
 
 @functools.cache
-def _warn_once() -> None:
-    logger.warning("native kernels were not built, so torch's are used, which take longer: %s", ADVICE)
+def _warn_once(problem: str) -> None:
+    logger.warning("native kernels %s, so torch's are used, which take longer: %s", problem, ADVICE)

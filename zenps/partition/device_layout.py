@@ -10,7 +10,8 @@ from zenps.errors import ConfigError
 from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
 from .keyspace import Feistel, Identity
-from .layout import Layout, Shift
+from .layout import Layout
+from .placing import Shift
 
 
 def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:

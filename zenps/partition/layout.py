@@ -7,6 +7,7 @@ positions only: a push that is sorted by q is one contiguous shard for each serv
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,15 +23,11 @@ from zenps.errors import ConfigError, ProtocolError, TensorError
 from zenps.kernels.native.tables import look_up
 
 from .keyspace import Identity
-from .ring import SLOTS
+from .placing import place_slots
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
 # A layout takes up to some 230 KB besides its tables.
 MAX_LAYOUTS = 1024
-
-# Buckets of values, four for each slot; and the most ends of ranges in one that are compared one by one.
-BUCKET_BITS = 14
-MAX_ENDS = 4
 
 # Granules of a layout whose tables are built at once: that takes a tenth of a second.
 SMALL_TABLE = 1 << 20
@@ -57,6 +54,7 @@ class Layout:
         owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
         servers: the ranks of all servers, ascending.
         table_bytes: budget for the two tables.
+        is_lasting: False if the layout may not last: then small tables are built no sooner than large ones.
 
     Attributes:
         rows_total: ``rows``, as given.
@@ -80,6 +78,7 @@ class Layout:
         owners: NDArray[np.uint16],
         servers: Sequence[int],
         table_bytes: int,
+        is_lasting: bool = True,
     ) -> None:
         granules = _count_granules(rows, granule)
         if partition.permutation.size != granules:
@@ -91,7 +90,7 @@ class Layout:
         self.size = granules * granule
         self._granule_bits = granule.bit_length() - 1
         self.permutation = partition.permutation
-        self.placing, self.unplacing, bounds = _place_slots(partition.bounds, owners, self.servers)
+        self.placing, self.unplacing, bounds = place_slots(partition.bounds, owners, self.servers)
         self.server_bounds: list[int] = [bound * granule for bound in bounds]
         in_place = not bool(self.placing.distances.any())
         self.keeps_order = in_place and isinstance(partition.permutation, Identity)
@@ -99,7 +98,7 @@ class Layout:
         self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
-        self._computed = SMALL_TABLE
+        self._computed = SMALL_TABLE if is_lasting else 0
         """How many granules were computed so far, with a head start: small tables are built at once."""
 
     def positions(self, rows: Tensor) -> Tensor:
@@ -223,48 +222,53 @@ class LayoutCache:
     """The layouts of one epoch, made on first use, with one byte budget for all their tables. Thread-safe.
 
     The layouts asked for first get tables, until the budget is spent, and keep them: building a table again
-    and again would cost more than it saves. A tensor whose size differs in each step may need more than
-    :data:`MAX_LAYOUTS` layouts; then the least recently used one is dropped.
+    and again would cost more than it saves. There may be more than :data:`MAX_LAYOUTS` of them, if there are
+    as many tensors, or if the size of one differs in each step. Then the less recently used one of two random
+    layouts is dropped. The least recently used of all is the wrong one: a training asks for its tensors in
+    the same order in each step, so that one tensor too many would make every layout anew.
 
     Args:
-        strategy, seed: they define the partition of each tensor.
+        seed: with the strategy, it defines the partition of each tensor.
         owners, servers: the epoch's ring and servers, as for :class:`Layout`.
         table_bytes: budget of all tables together.
     """
 
     def __init__(
-        self,
-        strategy: PartitionStrategy,
-        seed: int,
-        owners: NDArray[np.uint16],
-        servers: Sequence[int],
-        table_bytes: int,
+        self, seed: int, owners: NDArray[np.uint16], servers: Sequence[int], table_bytes: int
     ) -> None:
-        self._strategy = strategy
         self._seed = seed
         self._owners = owners
         self._servers = tuple(servers)
         self._unspent_bytes = table_bytes
-        self._layouts: OrderedDict[tuple[str, int, int], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[type[PartitionStrategy], str, int, int], Layout] = OrderedDict()
+        """Last the one that was used last."""
+        self._random = random.Random(0)
         self._lock = threading.Lock()
 
-    def get(self, name: str, rows: int, granule: int) -> Layout:
-        """The layout of the tensor ``name`` of ``rows`` rows. Tensors of one shape share it, unless the
-        strategy is ``per_tensor``."""
-        space_name = name if self._strategy.per_tensor else ""
-        key = (space_name, rows, granule)
+    def get(self, strategy: PartitionStrategy, name: str, rows: int, granule: int) -> Layout:
+        """The layout of the tensor ``name`` of ``rows`` rows, by ``strategy``. Tensors of one shape share it,
+        unless the strategy is ``per_tensor``."""
+        space_name = name if strategy.per_tensor else ""
+        key = (type(strategy), space_name, rows, granule)
         with self._lock:
             layout = self._layouts.get(key)
             if layout is None:
+                is_full = len(self._layouts) == MAX_LAYOUTS
                 space = KeySpace(space_name, _count_granules(rows, granule), self._seed)
-                partition = self._strategy.partition(space)
-                layout = Layout(rows, granule, partition, self._owners, self._servers, self._unspent_bytes)
+                partition = strategy.partition(space)
+                if is_full:
+                    self._drop_one()
+                ring, budget_bytes = (self._owners, self._servers), self._unspent_bytes
+                layout = Layout(rows, granule, partition, *ring, budget_bytes, is_lasting=not is_full)
                 self._unspent_bytes -= layout.table_bytes
                 self._layouts[key] = layout
-                if len(self._layouts) > MAX_LAYOUTS:
-                    self._unspent_bytes += self._layouts.popitem(last=False)[1].table_bytes
             self._layouts.move_to_end(key)
             return layout
+
+    def _drop_one(self) -> None:
+        by_use = list(self._layouts)
+        dropped = by_use[min(self._random.sample(range(len(by_use)), 2))]
+        self._unspent_bytes += self._layouts.pop(dropped).table_bytes
 
 
 class Tables(NamedTuple):
@@ -272,77 +276,6 @@ class Tables(NamedTuple):
 
     places: Tensor
     granules: Tensor
-
-
-class Shift:
-    """A map of [0, n) that moves whole ranges: the one from ``starts[j]`` on moves by ``distances[j]``.
-
-    The range of a value is looked up by the value's first bits: slots are about equally long, so a bucket of
-    values has the ends of few ranges. Measured: 2 ns a value, against 48 by binary search.
-
-    Attributes:
-        starts, distances: int64 ``[ranges]``.
-        ends: int64 ``[ranges]``, where each range ends; the last one never does.
-        bits: a value's bucket is ``value >> bits``.
-        firsts: uint16, for each bucket the range of its first value.
-    """
-
-    def __init__(self, starts: NDArray[np.int64], distances: NDArray[np.int64], size: int) -> None:
-        self.starts, self.distances = torch.from_numpy(starts), torch.from_numpy(distances)
-        self.ends = np.append(starts[1:], np.iinfo(np.int64).max)
-        self.bits = max((size - 1).bit_length() - BUCKET_BITS, 0)
-        edges = np.arange((size - 1 >> self.bits) + 2) << self.bits
-        firsts = np.searchsorted(starts, edges, side="right") - 1
-        self.firsts = firsts.astype(np.uint16)
-        self._most_ends = int(np.diff(firsts).max())
-
-    def apply(self, values: Tensor) -> Tensor:
-        numbers = values.numpy()
-        if self._most_ends > MAX_ENDS:
-            ranges = np.searchsorted(self.ends, numbers, side="right")
-        else:
-            ranges = self.firsts[numbers >> self.bits]
-            for _ in range(self._most_ends):
-                ranges += self.ends[ranges] <= numbers
-        return self.distances.index_select(0, torch.from_numpy(ranges.astype(np.int64, copy=False))).add_(
-            values
-        )
-
-
-def _place_slots(
-    bounds: Tensor, owners: NDArray[np.uint16], servers: tuple[int, ...]
-) -> tuple[Shift, Shift, list[int]]:
-    """Lays the slots out server after server, each server's in ascending order.
-
-    Returns:
-        the shift from π's order to server-major order, its inverse, and the servers' bounds; in granules.
-    """
-    if owners.shape != (SLOTS,):
-        raise ConfigError("owners", f"array of shape {owners.shape}", f"shape ({SLOTS},)")
-    if list(servers) != sorted(set(servers)) or not set(owners.tolist()) <= set(servers):
-        raise ConfigError("servers", list(servers), "ascending ranks that include every slot's owner")
-    starts, lengths = bounds.numpy()[:-1], np.diff(bounds.numpy())
-    order = np.argsort(owners, kind="stable")
-    ends = np.cumsum(lengths[order])
-    placed_starts = ends - lengths[order]
-    distances = np.empty_like(starts)
-    distances[order] = placed_starts - starts[order]
-    size = int(ends[-1])
-    server_ends = np.searchsorted(owners[order], np.asarray(servers), side="right")
-    return (
-        _shift(starts, distances, lengths, size),
-        _shift(placed_starts, -distances[order], lengths[order], size),
-        [0, *np.append(0, ends)[server_ends].tolist()],
-    )
-
-
-def _shift(
-    starts: NDArray[np.int64], distances: NDArray[np.int64], lengths: NDArray[np.int64], size: int
-) -> Shift:
-    """The shift of these slots; empty slots are left out, and adjacent slots that move alike are joined."""
-    kept = np.flatnonzero(lengths)
-    kept = kept[np.diff(distances[kept], prepend=distances[kept[0]] - 1) != 0]
-    return Shift(starts[kept], distances[kept], size)
 
 
 def _count_granules(rows: int, granule: int) -> int:

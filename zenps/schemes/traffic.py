@@ -28,16 +28,16 @@ class Tensor(Struct, frozen=True, kw_only=True):
         rows, columns, item_bytes: of the whole table; an element-sparse tensor has one column.
         density: d, the share of rows that one worker pushes, duplicates summed; the mean of all workers.
         unions: the density of the union of 2, 4, 8, … workers, and last of all n, D: ⌈log₂ n⌉ numbers.
-        skew: how many times its even share of a worker's rows the fullest of the servers' contiguous ranges
-            has (Zen §2.2: skewness ratio).
-        union_skew: the same of the union's rows; None: as ``skew``.
-        imbalance: the same of a permuted partition, for both.
+        skew: of one worker's rows, when each server has a contiguous range of rows: the rows in the fullest
+            range, divided by the mean over all ranges (Zen §2.2: skewness ratio).
+        union_skew: the same for the union's rows; None: as ``skew``.
+        imbalance: the same ratio for a permuted partition, both for a worker's rows and for the union's.
         blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
             the union; None: as if rows were spread at random.
-        block_skew, union_block_skew: the skew of these; None: as of rows. Where rows lie close together, more
-            of them share a block.
-        is_sparse: if False, the tensor travels whole under every scheme. The blocks of zeros that omnireduce
-            leaves out are also counted.
+        block_skew, union_block_skew: the skew of these blocks; None: as of rows. It differs where rows lie
+            close together, because then more of them share a block.
+        is_sparse: False if the tensor travels whole under every scheme. Then the blocks of zeros that
+            omnireduce leaves out are also counted.
     """
 
     rows: int
@@ -104,7 +104,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         return self.rows * density * (self.row_bytes + index_bytes(self.rows))
 
     def best_bytes(self, density: float) -> float:
-        """The same with the codec that ``sync.codec = "auto"`` takes."""
+        """Bytes of the share ``density`` of the rows, encoded as ``sync.codec = "auto"`` does it."""
         rows = round(self.rows * density)
         codec = choose("auto", rows, self.rows, self.row_bytes)
         if codec.name == "delta":
@@ -116,10 +116,10 @@ class Tensor(Struct, frozen=True, kw_only=True):
     def random_blocks(self, density: float) -> float:
         """The share of blocks that contain a row, if rows are spread at random.
 
-        Blocks run over the flattened tensor, so that rows straddle them. A block of b elements begins in its
-        row of c at a multiple of g = gcd(b, c), each as often as any. With q and r, quotient and remainder of
-        (b - g) ÷ c, it lies on q + 1 rows, and in r of c cases on one more: the share is
-        1 - (1 - x)^(q + 1)·(1 - x·r ÷ c) at density x.
+        Blocks run over the flattened tensor, so rows cross their edges. Let a block have b elements and a row
+        c. A block begins within a row at a multiple of g = gcd(b, c), at each equally often. Let q and r be
+        quotient and remainder of (b - g) ÷ c. Then a block lies on q + 1 rows, and in r of c cases on one
+        more. So the share is 1 - (1 - x)^(q + 1)·(1 - x·r ÷ c) at density x.
         """
         size = min(BLOCK_ELEMENTS, self.rows * self.columns)
         whole, part = divmod(size - math.gcd(size, self.columns), self.columns)
@@ -130,13 +130,13 @@ class Cost(Struct, frozen=True, kw_only=True):
     """The cost of one synchronisation.
 
     Attributes:
-        push_bytes: in one direction of the busiest link, before they are summed.
-        pull_bytes: the same, of sums.
-        busiest_bytes: of both, in the busier direction of the busiest link.
-        serial_bytes: those of both that travel one after another, because they share a direction or because
-            pulls begin when pushes have ended.
-        rounds: messages that wait for one another.
-        seconds: ``serial_bytes`` by bandwidth, and the latency of ``rounds``.
+        push_bytes: bytes that are not summed yet, in one direction of the busiest link.
+        pull_bytes: bytes of sums, in one direction of that link.
+        busiest_bytes: bytes of both in the busier direction of that link.
+        serial_bytes: bytes of both that travel one after another, because they share a direction, or because
+            pulls begin only when pushes have ended.
+        rounds: the number of messages of which each waits for the one before it.
+        seconds: the time that ``serial_bytes`` take at the link's bandwidth, plus ``rounds`` latencies.
         variant: the algorithm that the scheme takes, if it has several.
     """
 
@@ -191,14 +191,14 @@ class Links(Struct, frozen=True, kw_only=True):
         )
 
     def served(self, push: float, pull: float, push_skew: float, pull_skew: float, *, streams: bool) -> Cost:
-        """The cost over servers, if the fullest server has more than its even share.
+        """The cost over servers, of which the fullest may have more than its even share.
 
         On hosts of their own, k servers receive n·push ÷ k each, and send n·pull ÷ k. On a worker's host,
         each direction of the link carries both pushes and pulls.
 
         Args:
             push, pull: bytes that one worker pushes and pulls.
-            push_skew, pull_skew: how many times its even share of them the fullest server has.
+            push_skew, pull_skew: the share of them that the fullest server has, divided by the even share.
             streams: True if pulls begin before pushes have ended, which uses both directions at once.
         """
         workers = self.workers
@@ -218,7 +218,8 @@ class Links(Struct, frozen=True, kw_only=True):
     def doubling(self, sizes: Sequence[float], variant: str = "") -> Cost:
         """The cost of recursive doubling: pairs of workers exchange their sums, then pairs of pairs.
 
-        If n is not a power of two, the workers beyond one send their rows first and receive the sum last.
+        If n is not a power of two, the workers beyond the greatest power of two below n send their rows to
+        another worker first, and receive the sum last.
 
         Args:
             sizes: bytes of the sum of 1, 2, 4, … and n workers.
@@ -232,7 +233,7 @@ class Links(Struct, frozen=True, kw_only=True):
 
 
 def expected_imbalance(parts: int, rows: float) -> float:
-    """How many times its even share the fullest of ``parts`` has, when ``rows`` are dealt at random.
+    """The rows in the fullest of ``parts``, divided by the mean, when ``rows`` are dealt at random.
 
     1 + √(2·k·ln k ÷ rows): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
     theorem 2 with its constant.
@@ -248,8 +249,8 @@ def index_bytes(span: int) -> int:
 
 
 def _skew_at(density: float, *skews: float | None) -> float:
-    """The first of ``skews`` that is not None, but at most the skew at which the fullest range has all of its
-    rows."""
+    """The first of ``skews`` that is not None. At most 1 ÷ density: then every row of the fullest range is
+    present."""
     known = next(skew for skew in skews if skew is not None)
     return min(known, 1 / density) if density else 1.0
 

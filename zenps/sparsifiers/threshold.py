@@ -1,7 +1,7 @@
 """Threshold sparsifier: each rank pushes the elements whose magnitude reaches ``sparsifier.threshold``.
 
 Strom, "Scalable distributed DNN training using commodity GPU cloud computing", Interspeech 2015. The density
-follows from the gradients; ``sync.density`` has no effect.
+follows from the gradients; ``sync.density`` has no effect, but a density of 1 turns every sparsifier off.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 120
 def has_sanitizer(sanitizer: Sanitizer) -> bool:
     """Whether the C compiler can link a library with it."""
     flags = (*sanitizer.kernel_flags, "-shared", "-fPIC", "-x", "c", os.devnull, "-o", os.devnull)
-    done = subprocess.run([_compiler(), *flags], capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
+    done = subprocess.run([c_compiler(), *flags], capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
     return done.returncode == 0
 
 
@@ -35,7 +35,7 @@ def build_native(*flags: str, sanitizer: Sanitizer = SANITIZER) -> Path:
     Raises:
         RuntimeError: there is no C compiler, or it refused the sources; the message is the compiler's.
     """
-    compiler = _compiler()
+    compiler = c_compiler()
     every = (*STRICT, *WARNINGS, *sanitizer.kernel_flags, *flags)
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
 
@@ -49,7 +49,7 @@ def build_native(*flags: str, sanitizer: Sanitizer = SANITIZER) -> Path:
     return once(BUILD / f"native-{digest}.so", compile_library)
 
 
-def _compiler() -> str:
+def c_compiler() -> str:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise RuntimeError("gcc is missing: expected a C compiler, which these tests need")

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.zenps.kernels.native_library import build_native
 from zenps.errors import ProtocolError
 from zenps.kernels.native import tables
-from zenps.kernels.native.bits import Bits, ByLibrary, ByNumpy, mark_bits, set_bits
+from zenps.kernels.native.bits import ByLibrary, ByNumpy, mark_bits, set_bits
 from zenps.kernels.native.library import load_library
 
 LIBRARY = load_library(str(build_native()))
-BOTH: tuple[Bits, ...] = (ByNumpy(), ByLibrary(LIBRARY))
+BOTH: tuple[ByNumpy | ByLibrary, ...] = (ByNumpy(), ByLibrary(LIBRARY))
 both = pytest.mark.parametrize("bits", BOTH, ids=["numpy", "c"])
 
 
@@ -31,7 +31,7 @@ def test_both_find_the_same(data: bytes, begin: int) -> None:
 
 @both
 @pytest.mark.parametrize("count", [0, 3, 5, 1000])
-def test_another_number_of_bits_is_refused(bits: Bits, count: int) -> None:
+def test_another_number_of_bits_is_refused(bits: ByNumpy | ByLibrary, count: int) -> None:
     with pytest.raises(ProtocolError, match=f"than the {count} that"):
         bits.find(np.array([1, 0, 0, 0, 0, 0, 0, 0, 7], np.uint8), count)
 
@@ -54,14 +54,14 @@ def test_numbers_may_have_a_stride() -> None:
 
 @both
 @pytest.mark.parametrize("number", [-200, 16, 17, 2**63 - 1, -(2**63)])
-def test_numbers_outside_a_bitmap_are_refused(bits: Bits, number: int) -> None:
+def test_numbers_outside_a_bitmap_are_refused(bits: ByNumpy | ByLibrary, number: int) -> None:
     with pytest.raises(IndexError):
         bits.mark(np.array([3, number], np.int64), 16)
 
 
 @pytest.mark.parametrize("granule_bits", [0, 3])
 def test_a_table_is_looked_up_as_torch_does(monkeypatch: pytest.MonkeyPatch, granule_bits: int) -> None:
-    monkeypatch.setattr(tables, "_library", lambda: LIBRARY)
+    monkeypatch.setattr(tables, "native_library", lambda: LIBRARY)
     granule, granules = 1 << granule_bits, 40
     table = torch.randperm(granules, dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     table[7] = 2**31 - 1
@@ -76,11 +76,11 @@ def test_a_table_is_looked_up_as_torch_does(monkeypatch: pytest.MonkeyPatch, gra
 
 @pytest.mark.parametrize("number", [-1, 39, 40, 2**63 - 1, -(2**63)])
 def test_a_number_outside_a_table_is_not_looked_up(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(tables, "_library", lambda: LIBRARY)
+    monkeypatch.setattr(tables, "native_library", lambda: LIBRARY)
     table = torch.arange(20, dtype=torch.int32)
     assert tables.look_up(table, 1, 39, torch.tensor([38, number, 0])) is None
 
 
 def test_nothing_is_looked_up_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_library", lambda: None)
+    monkeypatch.setattr(tables, "native_library", lambda: None)
     assert tables.look_up(torch.arange(20, dtype=torch.int32), 0, 20, torch.tensor([3])) is None

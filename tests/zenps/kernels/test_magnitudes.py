@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from tests.zenps.kernels.native_library import build_native
 from zenps.kernels.native import magnitudes
 from zenps.kernels.native.library import load_library
-from zenps.kernels.native.magnitudes import ByLibrary, ByNumpy, Floats, Magnitudes
+from zenps.kernels.native.magnitudes import ByLibrary, ByNumpy, Floats
 
 LIBRARIES = {"best": load_library(str(build_native()))}
 LIBRARIES["least"] = load_library(str(build_native("-DBASE_LOOPS_ONLY")))
 NATIVE = {name: ByLibrary(library) for name, library in LIBRARIES.items()}
-WAYS: dict[str, Magnitudes] = {"numpy": ByNumpy(), **NATIVE}
+Way = ByNumpy | ByLibrary
+WAYS: dict[str, Way] = {"numpy": ByNumpy(), **NATIVE}
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 every_native = pytest.mark.parametrize("native", NATIVE.values(), ids=NATIVE)
 both_dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -70,7 +71,7 @@ def random(size: int, dtype: Any, seed: int = 0) -> NDArray[Any]:
 @every_way
 @settings(deadline=None)
 @given(values=elements(), bound=BOUNDS)
-def test_what_reaches_a_bound_is_found(way: Magnitudes, values: Floats, bound: float) -> None:
+def test_what_reaches_a_bound_is_found(way: Way, values: Floats, bound: float) -> None:
     found = way.find(values, bound)
     assert found.dtype == np.int64
     assert found.tolist() == found_one_by_one(values, bound)
@@ -80,7 +81,7 @@ def test_what_reaches_a_bound_is_found(way: Magnitudes, values: Floats, bound: f
 @settings(deadline=None)
 @given(values=elements(), bound=BOUNDS, most=st.integers(0, 200))
 def test_the_greatest_are_found_and_of_equal_ones_the_first(
-    way: Magnitudes, values: Floats, bound: float, most: int
+    way: Way, values: Floats, bound: float, most: int
 ) -> None:
     assert way.find_greatest(values, bound, most).tolist() == greatest_one_by_one(values, bound, most)
 
@@ -100,7 +101,7 @@ def test_little_room_changes_no_choice(native: ByLibrary, values: Floats, bound:
 @settings(deadline=None)
 @given(values=elements(), stride=st.integers(1, 40), data=st.data())
 def test_a_sample_has_the_magnitude_of_a_rank(
-    way: Magnitudes, values: Floats, stride: int, data: st.DataObject
+    way: Way, values: Floats, stride: int, data: st.DataObject
 ) -> None:
     sampled = np.sort(np.nan_to_num(np.abs(values[::stride]), nan=np.inf, posinf=np.inf))[::-1]
     if len(sampled):
@@ -119,7 +120,7 @@ def test_a_sample_has_the_magnitude_of_a_rank(
         st.floats(1e-46, 1e40).map(lambda center: list(center * 1.05 ** np.arange(-32, 33))),
     ),
 )
-def test_edges_are_counted(way: Magnitudes, values: Floats, edges: list[float]) -> None:
+def test_edges_are_counted(way: Way, values: Floats, edges: list[float]) -> None:
     ascending = np.sort(np.array(edges))
     with np.errstate(invalid="ignore"):  # of a signalling NaN
         wide = np.abs(values.astype(np.float64))
@@ -190,7 +191,7 @@ def test_flushed_denormals_keep_their_order(native: ByLibrary) -> None:
 
 
 def test_c_takes_contiguous_floats_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(magnitudes, "_library", lambda: LIBRARIES["best"])
+    monkeypatch.setattr(magnitudes, "native_library", lambda: LIBRARIES["best"])
     for dtype in (np.float32, np.float64):
         assert isinstance(magnitudes._of(np.zeros(3, dtype)), ByLibrary)
     values = np.array([1, -3, 2, -4], np.float32)
@@ -204,5 +205,5 @@ def test_c_takes_contiguous_floats_of_two_sizes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_numpy_serves_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(magnitudes, "_library", lambda: None)
+    monkeypatch.setattr(magnitudes, "native_library", lambda: None)
     assert isinstance(magnitudes._of(np.zeros(3, np.float32)), ByNumpy)

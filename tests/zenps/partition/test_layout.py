@@ -17,7 +17,7 @@ from zenps.errors import ConfigError, ProtocolError, TensorError
 from zenps.partition.keyspace import Identity
 from zenps.partition.layout import Layout, LayoutCache
 from zenps.partition.ring import rebalance
-from zenps.partition.strategies import KeySpace, Partition, PartitionStrategy, even_bounds, strategy
+from zenps.partition.strategies import KeySpace, Partition, even_bounds, strategy
 
 torch.set_num_threads(1)
 
@@ -203,32 +203,39 @@ def test_a_function_that_is_not_a_bijection_is_refused() -> None:
         layout.positions(torch.tensor([1]))
 
 
-def make_cache(partitioner: PartitionStrategy, table_bytes: int = PLENTY) -> LayoutCache:
-    return LayoutCache(partitioner, 11, rebalance(None, [0, 1]), [0, 1], table_bytes)
+BALANCED, CENTRALIZED, PARALLEL = strategy("balanced"), strategy("centralized"), strategy("parallel")
+
+
+def make_cache(table_bytes: int = PLENTY) -> LayoutCache:
+    return LayoutCache(11, rebalance(None, [0, 1]), [0, 1], table_bytes)
 
 
 def test_cache_shares_layouts_where_the_strategy_allows() -> None:
-    balanced, centralized = (make_cache(strategy(name)) for name in ("balanced", "centralized"))
-    assert balanced.get("a", 100, 1) is balanced.get("b", 100, 1)
-    assert balanced.get("a", 100, 1) is not balanced.get("a", 100, 2)
-    assert centralized.get("a", 100, 1) is centralized.get("a", 100, 1)
-    assert centralized.get("a", 100, 1) is not centralized.get("b", 100, 1)
-    whole = {tuple(centralized.get(f"tensor{number}", 100, 1).server_bounds) for number in range(40)}
+    cache = make_cache()
+    get = cache.get
+    assert get(BALANCED, "a", 100, 1) is get(BALANCED, "b", 100, 1)
+    assert get(BALANCED, "a", 100, 1) is not get(BALANCED, "a", 100, 2)
+    assert get(BALANCED, "a", 100, 1) is not get(PARALLEL, "a", 100, 1)
+    assert get(CENTRALIZED, "a", 100, 1) is get(CENTRALIZED, "a", 100, 1)
+    assert get(CENTRALIZED, "a", 100, 1) is not get(CENTRALIZED, "b", 100, 1)
+    whole = {tuple(get(CENTRALIZED, f"tensor{number}", 100, 1).server_bounds) for number in range(40)}
     assert whole == {(0, 100, 100), (0, 0, 100)}
 
 
 def test_cache_keeps_its_table_budget() -> None:
-    cache = make_cache(strategy("balanced"), table_bytes=8 * 1500)
-    assert [cache.get("t", rows, 1).table_bytes for rows in (1000, 1001, 500, 1)] == [8000, 0, 4000, 0]
+    cache = make_cache(table_bytes=8 * 1500)
+    asked_for = [(BALANCED, 1000), (BALANCED, 1001), (PARALLEL, 1001), (PARALLEL, 500), (BALANCED, 1)]
+    tables = [cache.get(chosen, "t", rows, 1).table_bytes for chosen, rows in asked_for]
+    assert tables == [8000, 0, 0, 4000, 0]
 
 
 def test_cache_is_shared_by_threads() -> None:
-    cache, barrier = make_cache(strategy("balanced")), Barrier(4)
+    cache, barrier = make_cache(), Barrier(4)
     got: list[tuple[Layout, list[int]]] = []
 
     def use() -> None:
         barrier.wait(timeout=10)
-        layout = cache.get("t", 50_000, 1)
+        layout = cache.get(BALANCED, "t", 50_000, 1)
         got.append((layout, layout.positions(torch.arange(50_000)).tolist()))
 
     threads = [Thread(target=use) for _ in range(4)]
@@ -279,14 +286,52 @@ def test_the_other_strategies_are_not_balanced() -> None:
     assert imbalance("centralized", SIZE, touched, 16) == 16
 
 
-def test_a_full_cache_drops_the_least_recently_used_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_keeps_the_layouts_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tensor has another size in each step, so that its layouts are used once."""
     monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 3)
-    cache = LayoutCache(strategy("balanced"), 11, rebalance(None, [0, 1]), [0, 1], table_bytes=3 * 8 * 1000)
-    first, second = cache.get("a", 1000, 1), cache.get("a", 999, 1)
+    cache = make_cache(table_bytes=3 * 8 * 1000)
+    first, second = cache.get(BALANCED, "a", 1000, 1), cache.get(BALANCED, "a", 999, 1)
     for rows in range(500, 600):
-        assert cache.get("a", 1000, 1) is first
-        assert cache.get("a", rows, 1).table_bytes == 8 * rows, "those forgotten give their budget back"
-    again = cache.get("a", 999, 1)
+        assert cache.get(BALANCED, "a", 1000, 1) is first
+        assert cache.get(BALANCED, "a", rows, 1).table_bytes == 8 * rows, (
+            "a dropped one gives its budget back"
+        )
+        assert len(cache._layouts) <= 3
+    again = cache.get(BALANCED, "a", 999, 1)
     assert again is not second
     every_row = torch.arange(999)
     assert torch.equal(again.positions(every_row), second.positions(every_row))
+
+
+def test_one_tensor_too_many_does_not_make_every_layout_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropping the least recently used layout would: 21 s a step with 1025 tensors, instead of 0.03."""
+    monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 100)
+    cache, steps, misses = make_cache(), 10, 0
+    for _ in range(1 + steps):
+        kept = set(cache._layouts.values())
+        misses += sum(cache.get(BALANCED, "a", rows, 1) not in kept for rows in range(1, 102))
+    assert 101 + steps <= misses <= 101 + 5 * steps
+
+
+def test_tables_of_a_layout_that_may_be_dropped_wait_for_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 2)
+    cache, rows = make_cache(), torch.arange(1000)
+    layouts = [cache.get(BALANCED, "a", count, 1) for count in (1998, 1999, 2000)]
+    for layout in layouts:
+        assert torch.equal(
+            layout.positions(rows), make_layout("balanced", layout.size, 1, [0, 1]).positions(rows)
+        )
+    assert [layout._tables is None for layout in layouts] == [False, False, True]
+    layouts[2].positions(rows)
+    layouts[2].positions(rows)
+    assert layouts[2]._tables is not None
+
+
+def test_layouts_that_are_used_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 20)
+    cache = make_cache()
+    for rows in range(1, 21):
+        cache.get(BALANCED, "before", rows, 1)
+    for _ in range(20):
+        used = [cache.get(BALANCED, "after", rows, 1) for rows in range(101, 111)]
+    assert [cache.get(BALANCED, "after", rows, 1) for rows in range(101, 111)] == used

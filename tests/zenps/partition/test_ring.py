@@ -127,6 +127,10 @@ def test_impossible_members(servers: list[int], message: str) -> None:
         rebalance(None, servers)
 
 
+def test_the_greatest_rank_owns_slots() -> None:
+    assert set(rebalance(None, [0, 65535]).tolist()) == {0, 65535}
+
+
 def test_owners_of_another_shape() -> None:
     with pytest.raises(ConfigError, match="owners"):
         rebalance(np.zeros(5, dtype=np.uint16), [0])

@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.zenps.hot_keys import hot_keys
@@ -310,13 +310,15 @@ def test_more_skew_never_takes_bytes_off_the_fullest(
 
 
 @given(st.sampled_from(sorted({*SCHEMES} - {"zenps"})), SHAPES, st.floats(0, 1))
+@example("sparcml", (Tensor(rows=2553049, columns=506, density=0.0001, unions=(0.0001,) * 4), 13), 0.5)
 def test_less_is_never_slower(scheme: str, shape: tuple[Tensor, int], share: float) -> None:
-    # But for zenps: where it takes to another codec, a message shrinks by up to a twentieth.
+    # Except for zenps, whose messages shrink by up to a twentieth where their codec changes, and for sparcml
+    # where its algorithm changes: that is chosen for messages of some latency and unions of random rows.
     tensor, workers = shape
     unions = tuple(share * union for union in tensor.unions)
     less = msgspec.structs.replace(tensor, density=share * tensor.density, unions=unions)
-    before, after = (predict(scheme, one, links(workers)).serial_bytes for one in (tensor, less))
-    assert after <= before * (1 + 1e-9)
+    before, after = (predict(scheme, one, links(workers)) for one in (tensor, less))
+    assert after.variant != before.variant or after.serial_bytes <= before.serial_bytes * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("columns", [1, 8, 16, 64, 512])

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zenps.errors import ProtocolError
 
-from .library import find_library, load_library
+from .library import native_library
 
 Bitmap = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
-
-
-class Bits(Protocol):
-    """Reads and writes bitmaps."""
-
-    def find(self, bitmap: Bitmap, count: int) -> Numbers:
-        """As :func:`set_bits`."""
-
-    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
-        """As :func:`mark_bits`."""
 
 
 def set_bits(bitmap: Bitmap, count: int) -> Numbers:
@@ -50,7 +40,7 @@ def mark_bits(numbers: Numbers, bits: int) -> Bitmap:
 
 
 class ByNumpy:
-    """Where the library was not built."""
+    """Where there is no library."""
 
     def find(self, bitmap: Bitmap, count: int) -> Numbers:
         """As :func:`set_bits`."""
@@ -90,9 +80,9 @@ class ByLibrary(NamedTuple):
 
 
 @functools.cache
-def _bits() -> Bits:
-    path = find_library()
-    return ByNumpy() if path is None else ByLibrary(load_library(path))
+def _bits() -> ByNumpy | ByLibrary:
+    library = native_library()
+    return ByNumpy() if library is None else ByLibrary(library)
 
 
 def _wrong(count: int) -> ProtocolError:

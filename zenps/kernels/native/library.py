@@ -16,7 +16,10 @@ ADVICE: Final = (
     "install a C compiler, such as gcc, and then ZenPS again; where there is one, pip install -v shows why "
     "it failed"
 )
-"""What to do where the library was not built."""
+"""What to do where the library was not built, or cannot be loaded."""
+
+VERSION: Final = 1
+"""``ZENPS_VERSION`` of ``native.h``."""
 
 BITMAP, RADIX, NONE = 1, 2, 3
 
@@ -47,6 +50,7 @@ class Plan(ctypes.Structure):
 
 
 _SIGNATURES: Final = {
+    "zenps_version": (c_int64, ()),
     "zenps_measure": (None, (c_void_p, c_void_p)),
     "zenps_rank": (c_int, (c_void_p, c_void_p, c_void_p)),
     "zenps_sum": (None, (c_void_p,) * 6),
@@ -72,9 +76,37 @@ def find_library() -> str | None:
 
 @functools.cache
 def load_library(path: str) -> ctypes.CDLL:
-    """The library at ``path``, with the types of its functions declared."""
-    library = ctypes.CDLL(path)
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    """The library at ``path``, with the types of its functions declared.
+
+    Raises:
+        ImportError: this machine cannot load it, or it was built from other sources than those beside it.
+    """
+    try:
+        library = ctypes.CDLL(path)
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise ImportError(str(error)) from error
+    if (version := library.zenps_version()) != VERSION:
+        raise ImportError(f"{path} has version {version}, expected {VERSION}")
     return library
+
+
+@functools.cache
+def open_library() -> ctypes.CDLL | str:
+    """The library of this installation; or what is wrong with it: a predicate such as ``were not built``."""
+    path = find_library()
+    if path is None:
+        return "were not built"
+    try:
+        return load_library(path)
+    except ImportError as error:
+        return f"cannot be loaded ({error})"
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The library of this installation; None where it was not built, or cannot be loaded."""
+    opened = open_library()
+    return None if isinstance(opened, str) else opened

@@ -6,14 +6,13 @@ NaN counts as larger than all magnitudes: it reaches every threshold, and is ran
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .library import find_library, load_library
+from .library import native_library
 
 Floats = NDArray[np.floating[Any]]
 Numbers = NDArray[np.int64]
@@ -33,22 +32,6 @@ BITS: Final[dict[np.dtype[Any], type[np.int32 | np.int64]]] = {
 }
 DTYPES: Final[dict[np.dtype[Any], int]] = {np.dtype(np.float32): 2, np.dtype(np.float64): 3}
 """The numbers of dtypes in ``native.h``."""
-
-
-class Magnitudes(Protocol):
-    """Looks at the magnitudes of elements."""
-
-    def find(self, values: Floats, bound: float) -> Numbers:
-        """As :func:`find`."""
-
-    def find_greatest(self, values: Floats, bound: float, most: int) -> Numbers:
-        """As :func:`find_greatest`."""
-
-    def sample(self, values: Floats, stride: int, rank: int) -> float:
-        """As :func:`sample`."""
-
-    def count(self, values: Floats, edges: Floats) -> Numbers:
-        """As :func:`count`."""
 
 
 def find(values: Floats, bound: float) -> Numbers:
@@ -76,7 +59,7 @@ def count(values: Floats, edges: Floats) -> Numbers:
 
 
 class ByNumpy:
-    """Where the library was not built, and for what it does not take."""
+    """Where there is no library, and for what it does not take."""
 
     def find(self, values: Floats, bound: float) -> Numbers:
         """As :func:`find`."""
@@ -192,14 +175,8 @@ def _bits(bound: float, dtype: np.dtype[Any]) -> int:
     return int(_rounded(bound, dtype).view(BITS[dtype])) if bound > 0 else 0
 
 
-def _of(values: Floats) -> Magnitudes:
-    library = _library()
+def _of(values: Floats) -> ByNumpy | ByLibrary:
+    library = native_library()
     if library is None or values.dtype not in DTYPES or not values.flags.c_contiguous:
         return ByNumpy()
     return ByLibrary(library)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    path = find_library()
-    return None if path is None else load_library(path)

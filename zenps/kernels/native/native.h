@@ -9,6 +9,12 @@
 
 #include <stdint.h>
 
+/* Of all that this file declares. Raise it with each change, and VERSION in library.py: an older library may remain
+ * beside newer Python files. */
+#define ZENPS_VERSION 1
+
+int64_t zenps_version(void);
+
 /* Received values may have any address. */
 typedef int64_t __attribute__((aligned(1), may_alias)) Key;
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-
 import torch
 from torch import Tensor
 
-from .library import find_library, load_library
+from .library import native_library
 
 
 def look_up(table: Tensor, granule_bits: int, total: int, numbers: Tensor) -> Tensor | None:
@@ -20,18 +17,12 @@ def look_up(table: Tensor, granule_bits: int, total: int, numbers: Tensor) -> Te
         numbers: int64 ``[n]`` on the CPU, contiguous.
 
     Returns:
-        int64 ``[n]``, fresh memory; None where the library was not built, or a number lies outside
+        int64 ``[n]``, fresh memory; None where there is no library, or a number lies outside
         ``[0, total)``.
     """
-    if (library := _library()) is None:
+    if (library := native_library()) is None:
         return None
     found = torch.empty_like(numbers)
     count = numbers.numel()
     given = numbers.data_ptr(), count, found.data_ptr()
     return found if library.zenps_look_up(table.data_ptr(), granule_bits, total, *given) == count else None
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    path = find_library()
-    return None if path is None else load_library(path)
