@@ -19,7 +19,7 @@ are both.
 
 The first four kinds need a change of the program or its settings. ``DeadlineError`` and ``PeerLostError``
 need a look at the cluster. ``ProtocolError`` is handled inside ZenPS, which drops, counts and logs such
-bytes.
+bytes. A call raises it only if a push, or the answer to it, could not be delivered undamaged.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Iterable
+from typing import Final
 
 __all__ = [
+    "GONE_ADVICE",
+    "LATE_ADVICE",
     "ConfigError",
     "DeadlineError",
     "MismatchError",
@@ -41,6 +44,13 @@ __all__ = [
     "cannot_listen",
     "listing",
 ]
+
+
+LATE_ADVICE: Final = "see the logs there, or raise cluster.deadline_seconds"
+"""What to do if nodes did not come in time, which a message has named."""
+
+GONE_ADVICE: Final = "see the log there"
+"""What to do if nodes have left, which a message has named."""
 
 
 class ZenPSError(Exception):
@@ -64,7 +74,7 @@ class ConfigError(ZenPSError, ValueError):
         self.allowed = allowed
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.value!r}: expected {self.allowed}"
+        return f"{self.field} = {self.value!r:.1000}: expected {self.allowed}"
 
 
 class UnknownKeyError(ConfigError):

@@ -14,6 +14,7 @@ A key is 32 bytes, written in 40 characters of Z85 (https://rfc.zeromq.org/spec/
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -47,29 +48,64 @@ _LIST_HEADER: Final = """\
 """
 
 
+class PublicKeys:
+    """The list of public keys, which is read again when its file has changed. Keys are Z85 text.
+
+    Raises:
+        ConfigError: as :func:`read_owners`.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.owners: Mapping[bytes, str] = read_owners(file)
+        """Node name by public key, as listed when the file was last read."""
+        # None: the file may have changed while it was read.
+        self._fingerprint: tuple[int, ...] | None = None
+        self._refused: tuple[int, ...] | None = None
+        """Of a list that was named in the log because it could not be read."""
+
+    def read_again(self) -> None:
+        """Reads the list if its file has changed. If it cannot be read, logs this and keeps the old one."""
+        fingerprint = _fingerprint(self.file)
+        if fingerprint == self._fingerprint:
+            return
+        try:
+            owners = read_owners(self.file)
+        except ConfigError as error:
+            if fingerprint != self._refused:
+                _logger.error("the keys stay as they were: %s", error)
+            self._refused = fingerprint
+            if isinstance(error.__cause__, OSError):
+                return  # the list may be right, and this process out of descriptors: it is read again soon
+        else:
+            if owners != self.owners:
+                _logger.info("%s has changed: %d keys", self.file, len(owners))
+            self.owners = owners
+        self._fingerprint = fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The key pair of one node, and the public keys of all others. Keys are Z85 text."""
 
-    file: Path
-    """The list of public keys."""
+    listed: PublicKeys
     name: str
     """The name of the node that owns the key pair, for example ``worker-3``."""
     public: bytes
     secret: bytes = field(repr=False)
-    owners: Mapping[bytes, str]
-    """Node name by public key, as listed when the file was read."""
 
     def public_of(self, name: str) -> bytes:
-        """The public key of another node.
+        """The public key of another node, by the list as it is now.
 
         Raises:
             ConfigError: none is listed.
         """
-        for public, owner in self.owners.items():
+        self.listed.read_again()
+        for public, owner in self.listed.owners.items():
             if owner == name:
                 return public
-        raise ConfigError("security.keys", str(self.file), f"a list that has the public key of {name}")
+        allowed = f"a list that has the public key of {name}: copy it to this machine before {name} joins"
+        raise ConfigError("security.keys", str(self.listed.file), allowed)
 
 
 def node_name(role: str, rank: int | None) -> str:
@@ -96,20 +132,20 @@ def load_keys(security: SecurityConfig, role: Player, rank: int | None = None) -
         raise ConfigError(f"security.{missing}", "", f"a file, because security.{given} is set")
     _require_curve()
     file, path = Path(security.keys), Path(security.secret)
-    owners = read_owners(file)
+    listed = PublicKeys(file)
     if path.is_dir():
         if role in ("server", "worker") and rank is None:
             allowed = f"the file of this {role}'s secret key; or set RANK, which chooses one of the directory"
             raise ConfigError("security.secret", str(path), allowed)
         path /= f"{node_name(role, rank)}.secret"
     public, secret = _read_pair(path)
-    name = owners.get(public)
+    name = listed.owners.get(public)
     if name is None:
         raise ConfigError("security.secret", str(path), f"a key that is listed in {file} (is it revoked?)")
     plays = name.partition("-")[0] if rank is None else name
     if role != "operator" and plays != node_name(role, rank):
         raise ConfigError("security.secret", str(path), f"the key of {node_name(role, rank)}; it is {name}'s")
-    return Keys(file, name, public, secret, owners)
+    return Keys(listed, name, public, secret)
 
 
 def read_owners(file: Path) -> dict[bytes, str]:
@@ -132,6 +168,15 @@ def read_owners(file: Path) -> dict[bytes, str]:
             )
         owners[public] = name
     return owners
+
+
+def _fingerprint(file: Path) -> tuple[int, ...]:
+    """Differs when the file has changed, or is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def _read_pair(path: Path) -> tuple[bytes, bytes]:
@@ -186,7 +231,7 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
     listed node keeps its key, and a secret file of a node that is not listed is an error.
 
     Raises:
-        ConfigError: the directory is open to others, or a file cannot be made.
+        ConfigError: the directory is open to others, or another user's; or a file cannot be made.
     """
     _require_curve()
     file = directory / LIST_NAME
@@ -230,7 +275,11 @@ def _make_private(directory: Path) -> None:
     except FileExistsError:
         if not directory.is_dir():
             raise ConfigError("DIR", str(directory), "a directory, not another file") from None
-        mode = stat.S_IMODE(directory.stat().st_mode)
+        found = directory.stat()
+        mode, owner = stat.S_IMODE(found.st_mode), found.st_uid
+        if owner != os.geteuid():  # who could replace what root writes there
+            allowed = f"a directory of the user {os.geteuid()}, who writes the keys, not of the user {owner}"
+            raise ConfigError("DIR", str(directory), allowed) from None
         if mode & _OPEN_TO_OTHERS:
             allowed = f"a directory that is closed to others, not mode {mode:04o}: chmod 700"
             raise ConfigError("DIR", str(directory), allowed) from None
@@ -258,3 +307,6 @@ def _create(path: Path, text: str) -> Path:
         path.unlink()
         raise
     return path
+
+
+_logger = logging.getLogger("zenps.security")

@@ -120,7 +120,7 @@ def test_every_node_has_a_pair_of_its_own(directory: Path) -> None:
     assert {file.name for file in directory.iterdir()} == {LIST_NAME, *(f"{name}.secret" for name in names)}
     for public, name in owners.items():
         keys = load(directory, "operator", secret=f"{name}.secret")
-        assert (keys.name, keys.public) == (name, public)
+        assert (keys.name, keys.public, keys.public_of(name)) == (name, public, public)
         assert zmq.curve_public(keys.secret) == public
 
 
@@ -160,6 +160,18 @@ def test_directory_of_others_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write into such a directory")
+def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    directory, link = tmp_path / "keys", tmp_path / "link"
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 1234, 1234)
+    link.symlink_to(directory)
+    for given in (directory, link):
+        with pytest.raises(ConfigError, match=r"of the user 0, who writes .* not of the user 1234$"):
+            generate(given, workers=1, servers=1)
+    assert list(directory.iterdir()) == []
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     """It was advised to change the file's mode."""
     (tmp_path / "keys").write_text("")
@@ -174,6 +186,17 @@ def test_link_in_the_place_of_a_secret_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="File exists"):
         generate(tmp_path / "keys", workers=1, servers=1)
     assert not target.exists()
+
+
+def test_without_curve_keys_are_refused_with_the_reason(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: capability != "curve")
+    before = {*directory.iterdir()}
+    with pytest.raises(ConfigError, match="libzmq was built without CURVE"):
+        generate(directory, workers=3, servers=1)
+    assert {*directory.iterdir()} == before
+    assert "libzmq was built without CURVE" in refused(directory)
 
 
 # ── loading ─────────────────────────────────────────────────────────────────────────────────────
@@ -285,5 +308,54 @@ def test_secret_is_in_no_representation(directory: Path) -> None:
 
 
 def test_key_that_is_not_listed(directory: Path) -> None:
-    with pytest.raises(ConfigError, match="a list that has the public key of server-9"):
+    expected = "a list that has the public key of server-9: copy it to this machine before server-9 joins"
+    with pytest.raises(ConfigError, match=expected):
         load(directory, "worker", 0).public_of("server-9")
+
+
+# ── a list that changes ─────────────────────────────────────────────────────────────────────────
+
+
+def test_key_of_a_peer_is_that_of_the_list_as_it_is_now(directory: Path) -> None:
+    keys, file = load(directory, "worker", 0), directory / LIST_NAME
+    generate(directory, workers=2, servers=2)
+    first = keys.public_of("server-1")
+    assert first == load(directory, "server", 1).public
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("server-1 ")]
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="a list that has the public key of server-1"):
+        keys.public_of("server-1")
+    (directory / "server-1.secret").unlink()
+    generate(directory, workers=2, servers=2)
+    assert keys.public_of("server-1") == load(directory, "server", 1).public != first
+
+
+def test_list_that_cannot_be_read_leaves_the_keys_as_they_were(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, file = load(directory, "worker", 0), directory / LIST_NAME
+    public, text = keys.public_of("server-0"), file.read_text()
+    file.write_text("server-")
+    for _ in range(2):
+        assert keys.public_of("server-0") == public
+    (line,) = caplog.messages
+    assert line.startswith(f"the keys stay as they were: security.keys = '{file}'")
+    file.write_text(text.replace("server-0", "server-7"))
+    assert keys.public_of("server-7") == public
+
+
+def test_list_is_read_only_when_its_file_has_changed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks a key up for each server of a new view."""
+    reads = []
+
+    def counted(file: Path) -> dict[bytes, str]:
+        reads.append(file)
+        return read_owners(file)
+
+    keys = load(directory, "worker", 0)
+    monkeypatch.setattr(key_files, "read_owners", counted)
+    for _ in range(3):
+        keys.public_of("server-0")
+    assert len(reads) == 1, "at the first look-up: the file may have changed while it was read before"

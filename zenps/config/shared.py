@@ -12,8 +12,15 @@ from .sizes import chunk_bytes
 
 
 def server_settings(config: Config) -> dict[str, str | int | float]:
-    """The settings that must be equal on servers, too: servers use them to plan memory for pushes."""
-    return {"cluster.workers": config.cluster.workers, "sync.chunk_bytes": chunk_bytes(config)}
+    """The settings that must be equal on servers, too.
+
+    Servers use them to plan memory for pushes, and to cut results into messages that workers receive.
+    """
+    return {
+        "cluster.max_message_bytes": config.cluster.max_message_bytes,
+        "cluster.workers": config.cluster.workers,
+        "sync.chunk_bytes": chunk_bytes(config),
+    }
 
 
 def shared_settings(config: Config) -> dict[str, str | int | float]:

@@ -30,7 +30,7 @@ from zenps.schemes.registry import scheme_of
 
 from .settings import FIELDS, MIN_CHUNK_BYTES, Config
 from .sizes import chunk_bytes, least_budget_bytes
-from .values import checked, format_bytes
+from .values import checked, format_bytes, is_ip_address
 
 RESERVED: Final = frozenset({"ZENPS_CONFIG", "ZENPS_PLAN_TRACE", "ZENPS_PLAN_STEPS"})
 """``ZENPS_*`` variables that are not settings. Any other variable that names no setting is refused.
@@ -213,8 +213,9 @@ def _integer(environ: Mapping[str, str], variable: str, *, at_least: int) -> int
     text = environ.get(variable)
     if text is None:
         return None
-    if not (text.isascii() and text.isdecimal() and int(text) >= at_least):
-        raise ConfigError(variable, text, f"an integer from {at_least}")
+    # Python refuses to parse thousands of digits, and no message has room for a number of more than 64 bits.
+    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) >= at_least):
+        raise ConfigError(variable, text, f"an integer from {at_least}, of at most 10 digits")
     return int(text)
 
 
@@ -248,7 +249,7 @@ def _from_byteps(environ: Mapping[str, str]) -> _Layer:
     layer: _Layer = {name: (environ[key], key) for name, key in counts.items() if key in environ}
     host, port = environ.get("DMLC_PS_ROOT_URI"), environ.get("DMLC_PS_ROOT_PORT")
     if host and port:
-        host = f"[{host}]" if ":" in host else host
+        host = f"[{host}]" if ":" in host and is_ip_address(host) else host
         layer["cluster.scheduler"] = (f"{host}:{port}", "DMLC_PS_ROOT_URI")
     elif host or port:
         missing, given = ("PORT", "URI") if host else ("URI", "PORT")

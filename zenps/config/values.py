@@ -9,7 +9,7 @@ import importlib.metadata
 import ipaddress
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Final, NamedTuple, get_args
 
 import msgspec
 
@@ -35,10 +35,10 @@ def checked(name: str, raw: object, source: str) -> object:
     if isinstance(raw, str) and "\0" in raw:  # no path, host or plug-in has one: whoever opens it would fail
         raise ConfigError(name, raw, f"no NUL character (set by {source})")
     try:
-        value = _parse_bytes(raw) if name.endswith("_bytes") and isinstance(raw, str) else raw
+        value = _parse(name, raw) if isinstance(raw, str) else raw
         value = msgspec.convert(value, FIELDS[name].annotated, strict=not isinstance(value, str))
         return _RULES[name](value) if name in _RULES else value
-    except ValueError:  # msgspec.ValidationError is one
+    except (msgspec.ValidationError, ValueError):
         raise ConfigError(name, raw, f"{_allowed(name)} (set by {source})") from None
 
 
@@ -46,8 +46,7 @@ def choices(name: str) -> Sequence[str]:
     """The names that the setting ``name`` allows; empty if it takes other values."""
     if name == "sync.scheme":
         return scheme_names()
-    kind = FIELDS[name].kind
-    return get_args(kind) if get_origin(kind) is Literal else ()
+    return get_args(FIELDS[name].kind)
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -91,7 +90,12 @@ def format_bytes(count: float) -> str:
     return str(count)
 
 
-def _parse_bytes(text: str) -> object:
+def _parse(name: str, text: str) -> object:
+    """Reads what msgspec does not: sizes with a unit, and numbers that begin with a point."""
+    if FIELDS[name].kind is float:
+        return "0" + text if text.startswith(".") else text
+    if not name.endswith("_bytes"):
+        return text
     match = re.fullmatch(r"([0-9]+) *(KiB|MiB|GiB|TiB)", text)
     return text if match is None else int(match[1]) * _UNITS[match[2]]
 

@@ -53,22 +53,36 @@ _HEADERS: Final = {
 
 
 class Endpoint:
-    """A server that runs, or none.
+    """A server that runs, or none if ``port`` is -1.
+
+    Args:
+        section: of the settings ``host`` and ``port``.
+        port: 0 for any free one.
+        handler: of each connection.
 
     Attributes:
         address: its ``host:port``; empty if it is off.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
     """
 
-    def __init__(self, server: Server | None = None) -> None:
-        self._server = server
+    def __init__(self, section: str, host: str, port: int, handler: Callable[..., Handler]) -> None:
         self.address = ""
-        if server is not None:
-            host, port = server.server_address[:2]
-            self.address = f"[{host!s}]:{port}" if ":" in str(host) else f"{host!s}:{port}"
-            self._thread = threading.Thread(
-                target=server.serve_forever, args=(POLL_SECONDS,), name="zenps-http", daemon=True
-            )
-            self._thread.start()
+        self._server: Server | None = None
+        if port == -1:
+            return
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            self._server = server = Server(family, address, handler)
+        except OSError as error:
+            raise cannot_listen(section, host, port, error) from error
+        here, port = server.server_address[:2]
+        self.address = f"[{here!s}]:{port}" if ":" in str(here) else f"{here!s}:{port}"
+        self._thread = threading.Thread(
+            target=server.serve_forever, args=(POLL_SECONDS,), name="zenps-http", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Stops serving and frees the port; calling it again does nothing."""
@@ -80,27 +94,6 @@ class Endpoint:
             self._server.server_close()
             self._thread.join()
             self._server = None
-
-
-def listen(section: str, host: str, port: int, handler: Callable[..., Handler]) -> Server | None:
-    """Returns a server that listens at an address; None if ``port`` is -1.
-
-    Args:
-        section: of the settings ``host`` and ``port``.
-        port: 0 for any free one.
-        handler: of each connection.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
-    if port == -1:
-        return None
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        return Server(family, address, handler)
-    except OSError as error:
-        raise cannot_listen(section, host, port, error) from error
 
 
 class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):

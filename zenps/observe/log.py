@@ -86,24 +86,21 @@ def _log_threads(*, everyone: bool) -> None:
     threading.excepthook = hook
 
 
-def once(
-    logger: logging.Logger, key: Hashable, message: str, *args: object, level: int = logging.WARNING
-) -> bool:
-    """Logs ``message % args`` only for the first ``key`` of its kind in ``logger``; True if it was logged.
+def once(logger: logging.Logger, key: Hashable, message: str, *args: object) -> None:
+    """Warns of ``message % args`` only for the first ``key`` of its kind in ``logger``.
 
     For events that a peer can repeat at will, with the peer's identity in ``key``. After :data:`ONCE_KEYS`
     keys one line says that further ones are only counted, and nothing more is logged.
     """
     with _seen_lock:
         if (logger.name, key) in _seen or len(_seen) > ONCE_KEYS:
-            return False
-        full = len(_seen) == ONCE_KEYS
+            return
+        is_full = len(_seen) == ONCE_KEYS
         _seen.add((logger.name, key))
-    if full:
-        logger.warning("%d different peers or causes were logged; further ones are only counted", ONCE_KEYS)
-        return False
-    logger.log(level, message, *args)
-    return True
+    if is_full:
+        message = f"{ONCE_KEYS} different peers or causes were logged; further ones are only counted"
+        args = ()
+    logger.warning(message, *args)
 
 
 _seen: set[tuple[str, Hashable]] = set()

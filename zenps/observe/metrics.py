@@ -16,9 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Info, MetricsHa
 from zenps.errors import ProtocolError
 from zenps.schemes.registry import scheme_of
 
-from . import http_server
 from .collectors import Durations, Late, Outcomes, Stalled, Tally, WithoutCreated
-from .http_server import Endpoint
+from .http_server import Endpoint, Handler
 
 CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless message or did not read."
 
@@ -228,9 +227,7 @@ class ServerMetrics(_ListenerMetrics):
         self.held_bytes = self._gauge("zenps_held_bytes", "Bytes of pushes and sums held now.")
         self.budget_bytes = self._gauge("zenps_budget_bytes", "Held bytes above which pushes are refused.")
         self.open_rounds = self._gauge("zenps_open_rounds", "Rounds that wait for pushes.")
-        self.duplicate_pushes = self._counter(
-            "zenps_duplicate_pushes_total", "Pushes received more than once."
-        )
+        self.duplicate_pushes = self._tally("zenps_duplicate_pushes_total", "Pushes received more than once.")
         self.refused_pushes = self._counter(
             "zenps_refused_pushes_total",
             "Pushes refused because zenps_budget_bytes was used up, or a worker had too many unread answers.",
@@ -263,7 +260,7 @@ class SchedulerMetrics(_ListenerMetrics):
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 
 
-class _MetricsHandler(http_server.Handler, MetricsHandler):
+class _MetricsHandler(Handler, MetricsHandler):
     """Prometheus's own answer, on a bounded connection."""
 
 
@@ -274,4 +271,4 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> Endpoint:
         ConfigError: the address cannot be listened on.
     """
     handler = _MetricsHandler.factory(WithoutCreated(registry))
-    return Endpoint(http_server.listen("metrics", host, port, handler))
+    return Endpoint("metrics", host, port, handler)

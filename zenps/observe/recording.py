@@ -137,8 +137,7 @@ def read(path: Path) -> Iterator[tuple[Header, Push]]:
                 logger.warning("%s ends within a push, of which %d bytes are left out", path, left)
     except OSError as error:
         raise ConfigError("trace", str(path), f"a readable file ({error.strerror})") from None
-    # ValueError covers msgspec's errors and most of msgpack's.
-    except (ValueError, msgpack.UnpackException) as error:
+    except (msgspec.ValidationError, msgpack.UnpackException, ValueError) as error:
         raise _no_trace(path, str(error)) from None
     if header is None:
         raise _no_trace(path, "it is empty")

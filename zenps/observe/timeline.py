@@ -218,27 +218,26 @@ def _look(path: Path) -> _Part | None:
 
 
 def _facts(path: Path) -> _Part | None:
-    part = None
+    role, rank, sort_index, began = "", 0, 0, None
     first_us = float("inf")
     clocks, errors = [], [0.0]
     for event in read_events(path):
+        args: dict[str, Any] = event.args
         if event.ph != "M":
             first_us = min(first_us, event.ts)
-        args: dict[str, Any] = event.args
-        if event.name == NODE:
+        elif event.name == NODE:
             role, rank = str(args["role"]), args["rank"] or 0
-            began = part.began if part else datetime.fromtimestamp(args["unix_seconds"], UTC)
-            part = _Part(path, role, rank, 0, 0.0, began, [], 0.0)
+            began = began or datetime.fromtimestamp(args["unix_seconds"], UTC)
         elif event.name == CLOCK:
             clocks.append((event.ts, float(args["offset_us"])))
             errors.append(float(args["error_us"]) if args["offset_us"] else 0.0)
-        elif event.name == "process_sort_index" and part is not None:
-            part = part._replace(sort_index=int(args["sort_index"]))
-    if part is None and first_us < float("inf"):
-        raise ConfigError("PART", str(path), "a part that a role wrote (sync.trace)")
-    if part is None:
+        elif event.name == "process_sort_index":
+            sort_index = int(args["sort_index"])
+    if began is None:
+        if first_us < float("inf"):
+            raise ConfigError("PART", str(path), "a part that a role wrote (sync.trace)")
         return None
-    part = part._replace(clocks=clocks, error_us=max(errors))
+    part = _Part(path, role, rank, sort_index, first_us, began, clocks, max(errors))
     return part._replace(began_us=part.scheduler_us(first_us))
 
 

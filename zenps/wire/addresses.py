@@ -12,7 +12,7 @@ import socket as net
 import time
 
 from zenps.config.values import is_loopback, parse_address
-from zenps.errors import ZenPSError
+from zenps.errors import ConfigError
 
 # Between two lookups of a name that cannot be resolved yet.
 RESOLVE_SECONDS = 0.5
@@ -29,7 +29,7 @@ def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
             when the scheduler has started.
 
     Raises:
-        ZenPSError: the scheduler's host cannot be resolved or has no route, or other machines cannot use our
+        ConfigError: the scheduler's host cannot be resolved or has no route, or other machines cannot use our
             address on that route.
     """
     host, port = parse_address(scheduler)
@@ -45,14 +45,14 @@ def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
             if isinstance(error, net.gaierror) and time.monotonic() < until:
                 time.sleep(RESOLVE_SECONDS)
                 continue
-            raise ZenPSError(
-                f"no route to the scheduler at {scheduler} ({error}); check cluster.scheduler"
-            ) from None
+            allowed = f"an address to which this machine has a route ({error})"
+            raise ConfigError("cluster.scheduler", scheduler, allowed) from None
     if ipaddress.ip_address(found).is_link_local:
-        raise ZenPSError(
-            f"the scheduler at {scheduler} is reached from {found}, which is link-local: other machines may "
-            "not reach it; set cluster.host to an address that they reach"
+        allowed = (
+            "an address that other machines reach: they may not reach "
+            f"{found}, which is link-local, from which the scheduler at {scheduler} is reached"
         )
+        raise ConfigError("cluster.host", "", allowed)
     return found
 
 

@@ -15,7 +15,7 @@ from zenps.errors import DeadlineError, ProtocolError
 from zenps.keys import Keys
 
 from .curve import Handshakes
-from .frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, Decoder, encode
+from .frames import MAX_ENVELOPE_BYTES, MAX_STATUS_BYTES, SAME_VERSION, Decoder, encode
 from .scheduler_messages import Drain, Ended, Status, StatusRequest
 from .sockets import Socket, connect, open_dealer
 
@@ -41,39 +41,25 @@ def ask(
     ctx: zmq.Context[Socket] = zmq.Context()
     try:
         max_bytes = MAX_STATUS_BYTES if answer is Status else MAX_ENVELOPE_BYTES
+        decoder = Decoder(cluster.job, answer, max_bytes)
         socket = open_dealer(ctx, f"status-{uuid.uuid4().hex}".encode(), max_bytes, keys)
-        handshakes = Handshakes(ctx, socket)
-        try:
+        with contextlib.closing(Handshakes(socket)) as handshakes:
             connect(socket, cluster.scheduler)
             with contextlib.suppress(zmq.Again):  # refused already; the handshakes tell the reason
                 socket.send(encode(cluster.job, question))
-            decoder = Decoder(cluster.job, answer, max_bytes)
-            return _await(socket, handshakes, decoder, cluster, timeout_seconds, keys)
-        finally:
-            handshakes.close()
+            until = time.monotonic() + timeout_seconds
+            while (left_seconds := until - time.monotonic()) > 0:
+                handshakes.wait(left_seconds)
+                handshakes.raise_for(keys, cluster.scheduler)
+                if (received := _receive(socket, decoder)) is not None:
+                    return received
+            raise DeadlineError(
+                f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
+                f"check that it runs, and that its job is {cluster.job!r}; {SAME_VERSION}{handshakes.hint}"
+            )
     finally:
         # No linger: nobody waits any more for the answer to a request that was not delivered.
         ctx.destroy(linger=0)
-
-
-def _await(
-    socket: Socket,
-    handshakes: Handshakes,
-    decoder: Decoder[Answer],
-    cluster: ClusterConfig,
-    timeout_seconds: float,
-    keys: Keys | None,
-) -> Answer:
-    until = time.monotonic() + timeout_seconds
-    while (left_seconds := until - time.monotonic()) > 0:
-        handshakes.wait(left_seconds)
-        handshakes.raise_for(keys, cluster.scheduler)
-        if (answer := _receive(socket, decoder)) is not None:
-            return answer
-    raise DeadlineError(
-        f"no answer from the scheduler at {cluster.scheduler} within {timeout_seconds:g} s; "
-        f"check that it runs, and that its job is {cluster.job!r}{handshakes.hint}"
-    )
 
 
 def _receive(socket: Socket, decoder: Decoder[Answer]) -> Answer | None:

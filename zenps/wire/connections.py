@@ -62,6 +62,18 @@ _tcp_info_size = ctypes.byref(ctypes.c_uint32(TCP_INFO_BYTES))
 _received = ctypes.c_uint64.from_buffer(_tcp_info, BYTES_RECEIVED_OFFSET)
 
 
+def open_monitor(socket: Socket, events: int) -> Socket:
+    """The socket on which libzmq reports these events of ``socket``. A socket has only one monitor."""
+    address = f"inproc://monitor-{uuid.uuid4().hex}"
+    socket.monitor(address, events)
+    monitor: Socket = socket.context.socket(zmq.PAIR)
+    # A full queue would block libzmq's I/O thread, and with it every connection.
+    monitor.setsockopt(zmq.RCVHWM, 0)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.connect(address)
+    return monitor
+
+
 class _Borrowed(NamedTuple):
     """A duplicate of a connection of libzmq. Its peer may hang up at any moment."""
 
@@ -94,14 +106,8 @@ class Connections:
         self._next_look = 0.0
         self._failed: list[Event] = []
         self._gone: deque[tuple[int, Address]] = deque(maxlen=MAX_GONE)
-        address = f"inproc://connections-{uuid.uuid4().hex}"
-        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
-        self.monitor: Socket = socket.context.socket(zmq.PAIR)
+        self.monitor = open_monitor(socket, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES)
         """Readable when something happened to a connection."""
-        # A full queue would block libzmq's I/O thread, and with it every connection.
-        self.monitor.setsockopt(zmq.RCVHWM, 0)
-        self.monitor.setsockopt(zmq.LINGER, 0)
-        self.monitor.connect(address)
 
     def on_message(self, descriptor: int) -> None:
         """A message came from the connection with this descriptor, ``zmq.SRCFD`` of its frames."""
@@ -132,7 +138,7 @@ class Connections:
         return cut
 
     def failed_handshakes(self) -> list[Event]:
-        """The failed handshakes since the last call, by libzmq's events. A socket has only one monitor."""
+        """The failed handshakes since the last call, by libzmq's events."""
         self._read_events()
         failed, self._failed = self._failed, []
         return failed

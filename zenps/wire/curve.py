@@ -8,9 +8,7 @@ pyzmq's ``ThreadAuthenticator``, would need notice of every change of the keys.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import zmq
@@ -19,10 +17,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from zenps.config.values import is_loopback, parse_address
 from zenps.errors import ConfigError, ProtocolError
-from zenps.keys import Keys, node_name, read_owners
+from zenps.keys import Keys, node_name
 from zenps.observe import log
 
-from .connections import HANDSHAKE_FAILURES, Connections, Event
+from .connections import HANDSHAKE_FAILURES, Connections, Event, open_monitor
 from .sockets import ZAP_DOMAIN, Socket
 
 if TYPE_CHECKING:  # short commands such as zenps health should not import metrics
@@ -38,20 +36,13 @@ class Handshakes:
     """Reports failed handshakes of one socket.
 
     Args:
-        ctx: the context of the socket.
         socket: used by one thread at a time, together with this object. A socket must connect only after this
             object was made: once it was refused, libzmq does not try again.
     """
 
-    def __init__(self, ctx: zmq.Context[Socket], socket: Socket) -> None:
+    def __init__(self, socket: Socket) -> None:
         self._watched = socket
-        address = f"inproc://handshakes-{uuid.uuid4().hex}"
-        socket.monitor(address, HANDSHAKE_FAILURES)
-        self.socket: Socket = ctx.socket(zmq.PAIR)
-        # A full queue would block libzmq's I/O thread, and with it every connection.
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self.socket = open_monitor(socket, HANDSHAKE_FAILURES)
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(self.socket, zmq.POLLIN)
@@ -79,7 +70,7 @@ class Handshakes:
                 allowed = f"a key that the scheduler at {scheduler} lists (security.keys there)"
                 raise ConfigError("security.secret", name, allowed)
             if failure == "mechanism":
-                file = str(keys.file) if keys else ""
+                file = str(keys.listed.file) if keys else ""
                 allowed = f"{'none' if keys else 'a list'}, as the scheduler at {scheduler} has"
                 raise ConfigError("security.keys", file, f"{allowed}: all nodes have keys, or none has")
             self.hint = "; handshakes failed: check that the keys here and there are of one job"
@@ -122,9 +113,6 @@ class Authenticator:
         self.sockets: list[Socket] = []
         if keys is None:
             return
-        self._owners = keys.owners
-        # None: the file may have changed since ``keys`` were loaded.
-        self._fingerprint: tuple[int, ...] | None = None
         self._zap: Socket = ctx.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
         self._zap.bind(_ZAP_ADDRESS)
@@ -141,22 +129,22 @@ class Authenticator:
         if self._connections is not None:
             self._connections.close()
 
-    def owner(self, frame: memoryview | zmq.Frame) -> str:
-        """The name of the node that sent a frame; "" without keys.
+    def owner(self, frame: memoryview) -> str:
+        """The name of the node that sent a frame, by its memory as it was received; "" without keys.
 
         Raises:
             ProtocolError: its key has been revoked.
         """
         if self._keys is None:
             return ""
-        message = frame.obj if isinstance(frame, memoryview) else frame
-        assert isinstance(message, zmq.Frame)
-        name = self._owners.get(str(message.get("User-Id")).encode())
+        assert isinstance(frame.obj, zmq.Frame)
+        listed = self._keys.listed
+        name = listed.owners.get(str(frame.obj.get("User-Id")).encode())
         if name is None:
-            raise ProtocolError("key", f"its key is no longer listed in {self._keys.file}")
+            raise ProtocolError("key", f"its key is no longer listed in {listed.file}")
         return name
 
-    def check(self, frame: memoryview | zmq.Frame, role: str, rank: int) -> None:
+    def check(self, frame: memoryview, role: str, rank: int) -> None:
         """Refuses a frame that was not sent by the node of this role and rank.
 
         Raises:
@@ -173,7 +161,7 @@ class Authenticator:
         failed = self._connections.failed_handshakes() if self._connections else []
         if self._keys is None:
             return
-        self._read_again(self._keys)
+        self._keys.listed.read_again()
         while self._zap.poll(0):
             self._answer(self._keys)
         for event in failed:
@@ -191,15 +179,14 @@ class Authenticator:
         # Requests come only from our own ROUTER, with its domain: anything else is a bug here.
         assert (version, domain, mechanism) == (_ZAP_VERSION, ZAP_DOMAIN, b"CURVE")
         public = z85.encode(credentials[0])
-        name = self._owners.get(public)
+        name = keys.listed.owners.get(public)
         where, key = address.decode(errors="replace").removeprefix("::ffff:"), public.decode()
         status, user = (b"200", b"OK"), public
         if name is None:
             status, user = (b"400", b"unknown key"), b""
             self._count("unknown_key")
-            log.once(
-                _logger, (where, key), "refused a connection from %s: %s is not in %s", where, key, keys.file
-            )
+            why = "refused a connection from %s: %s is not in %s"
+            log.once(_logger, (where, key), why, where, key, keys.listed.file)
         elif self._role and name.partition("-")[0] != self._role:
             # Under the identity of another node it would take over that node's connection.
             status, user = (b"400", b"wrong role"), b""
@@ -213,29 +200,6 @@ class Authenticator:
                 self._role,
             )
         self._zap.send_multipart([_ZAP_VERSION, request, *status, user, b""])
-
-    def _read_again(self, keys: Keys) -> None:
-        fingerprint = _fingerprint(keys.file)
-        if fingerprint == self._fingerprint:
-            return
-        self._fingerprint = fingerprint
-        try:
-            owners = read_owners(keys.file)
-        except ConfigError as error:
-            _logger.error("the keys stay as they were: %s", error)
-            return
-        if owners != self._owners:
-            _logger.info("%s has changed: %d keys", keys.file, len(owners))
-        self._owners = owners
-
-
-def _fingerprint(file: Path) -> tuple[int, ...]:
-    """Differs when the file has changed, or is gone."""
-    try:
-        found = file.stat()
-    except OSError:
-        return ()
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def warn_if_open(keys: Keys | None, address: str) -> None:

@@ -22,9 +22,14 @@ from zenps.errors import ProtocolError
 
 PROTOCOL_VERSION = 7
 
+SAME_VERSION = "all nodes need the same version of ZenPS (zenps --version)"
+
 Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
+
+VERSION_ONLY = _encoder.encode((PROTOCOL_VERSION, "", None))
+"""The answer to an envelope of another version: its sender refuses it, and says why. None is shorter."""
 
 # A view of 4096 + 1024 members is about 700 KB. Only the status is larger.
 MAX_ENVELOPE_BYTES = 1 << 20
@@ -98,7 +103,8 @@ class Decoder(Generic[Message]):
             raise ProtocolError("envelope", f"expected [version, job, message]: {error!s:.200}") from None
         version, body = envelope.version, envelope.message
         if type(version) is not int or version != PROTOCOL_VERSION:
-            raise ProtocolError("version", f"expected {PROTOCOL_VERSION}, got {_show(version)}")
+            detail = f"expected {PROTOCOL_VERSION}, got {_show(version)}; {SAME_VERSION}"
+            raise ProtocolError("version", detail)
         if envelope.job != self._job:
             raise ProtocolError("job", f"expected {self._job!r}, got {_show(envelope.job)}")
         try:

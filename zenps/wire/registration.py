@@ -21,6 +21,8 @@ class Registration:
         self._register = register
         self.view: View | None = None
         self.barriers = self.incarnation = 0
+        self._is_due = True
+        """False if there was no heartbeat since this node has registered last."""
 
     def is_of_another(self, message: FromScheduler) -> bool:
         """Returns whether a message comes from a scheduler that this node does not follow.
@@ -38,6 +40,21 @@ class Registration:
         self.incarnation = self.incarnation or view.incarnation
         if self.view is None or view.epoch > self.view.epoch:
             self.view = view
+
+    def on_beat(self) -> None:
+        """A heartbeat is sent. If the registration before it is lost, its answer asks for another."""
+        self._is_due = True
+
+    def answer(self, incarnation: int = 0) -> Register | None:
+        """The answer to ``register?``; None if this scheduler has had it since the last heartbeat.
+
+        After an outage each heartbeat that was queued in it is answered by ``register?``, and a registration
+        has a whole view.
+        """
+        if incarnation in (0, self.incarnation) and not self._is_due:
+            return None
+        self._is_due = False
+        return self.again(incarnation)
 
     def again(self, incarnation: int = 0) -> Register:
         """The registration for a scheduler that does not know this node. The node follows it from now on."""

@@ -23,7 +23,7 @@ from zenps.termination import TERMINATION
 from .addresses import why_unreachable
 from .curve import Handshakes
 from .fields import Late, Load, Role
-from .frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from .frames import MAX_ENVELOPE_BYTES, SAME_VERSION, Decoder, encode
 from .identity import new_identity
 from .registration import Registration
 from .scheduler_messages import (
@@ -76,7 +76,7 @@ class SchedulerLink:
         self._scheduler = cluster.scheduler.removeprefix("tcp://")
         identity = new_identity(role)
         self.socket = open_dealer(ctx, identity, MAX_ENVELOPE_BYTES, keys)
-        self._handshakes = Handshakes(ctx, self.socket)
+        self._handshakes = Handshakes(self.socket)
         connect(self.socket, self._scheduler)
         self._keys = keys
         self.identity = identity
@@ -84,6 +84,7 @@ class SchedulerLink:
         self._next_beat = 0.0
         self._heard = time.monotonic()
         self._is_missed = False
+        self._other_version = ""
         self.clock = ClockFilter()
         """Estimates from heartbeats how far the scheduler's clock is ahead."""
         self.registration: Registration
@@ -99,7 +100,7 @@ class SchedulerLink:
 
         Raises:
             DeadlineError: some nodes did not come in time (the error names them), or the scheduler is silent.
-            MismatchError: a shared setting differs from the scheduler's.
+            MismatchError: a shared setting, or the protocol's version, differs from the scheduler's.
             UsageError: the rank is taken, the cluster is already complete, or its job has ended.
             PeerLostError: a node was lost before all nodes had the first view.
             ConfigError: the scheduler does not list this node's key, or only one of the two has keys.
@@ -158,6 +159,9 @@ class SchedulerLink:
                         )
                     case HeartbeatReply(joining=joining):
                         is_joining = joining > 0
+            if self._other_version and self._heard <= began:
+                who = f"the scheduler at {self._scheduler}"
+                raise MismatchError(f"{who} has another version of the protocol: {self._other_version}")
         if is_joining:
             self.leave()
             raise DeadlineError(
@@ -172,7 +176,7 @@ class SchedulerLink:
             "check that it runs, that cluster.scheduler is right here and on its host (no loopback address, "
             "if nodes are on several hosts), and that firewalls let its port through"
             if reason
-            else f"check that a scheduler of job {self._cluster.job!r} listens there"
+            else f"check that a scheduler of job {self._cluster.job!r} listens there; {SAME_VERSION}"
         )
         found = f"no answer from the scheduler at {self._scheduler} within {seconds:g} s"
         return f"{found} ({reason or 'but connections are accepted'}): {advice}{self._handshakes.hint}"
@@ -206,6 +210,8 @@ class SchedulerLink:
                     message = decode_view(message, frames)
             except ProtocolError as error:
                 log.once(logger, self._scheduler, "dropped a message of the scheduler: %s", error)
+                if error.reason == "version":
+                    self._other_version = error.detail
                 continue
             if self.registration.is_of_another(message):
                 log.once(logger, "another", "dropped a message of another scheduler at %s", self._scheduler)
@@ -213,8 +219,9 @@ class SchedulerLink:
             self._heard = time.monotonic()
             match message:
                 case WhoAreYou(incarnation=incarnation):
-                    self.clock.reset()
-                    self.send(self.registration.again(incarnation))
+                    if (register := self.registration.answer(incarnation)) is not None:
+                        self.clock.reset()
+                        self.send(register)
                     continue
                 case HeartbeatReply(heartbeat_ns=sent_ns, clock_ns=there_ns):
                     self.clock.add(sent_ns, there_ns, now_ns())
@@ -263,6 +270,7 @@ class SchedulerLink:
         ``wait`` is what this node waits for, and for how long.
         """
         self._next_beat = now + self._cluster.lease_seconds / BEATS_PER_LEASE
+        self.registration.on_beat()
         incarnation = self.registration.incarnation
         self.send(Heartbeat(epoch, load, late or {}, watermark, now_ns(), *wait, incarnation))
 
@@ -284,5 +292,5 @@ def new_register(
     register = Register(role, wanted, socket.gethostname(), os.getpid(), address, metrics, settings)
     if role == "server":
         return register
-    generation, restarts = restarts_from_environment(os.environ)
+    generation, restarts = restarts_from_environment()
     return msgspec.structs.replace(register, generation=generation, restarts=restarts)

@@ -136,6 +136,11 @@ class View(Struct, frozen=True, array_like=True, tag="view"):
     origin: Incarnation = 0
     """The incarnation of the scheduler that began the job: jobs of one name have different origins."""
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The workers that had not left, and the servers."""
+        return *(worker for worker in self.workers if worker.rank not in self.left), *self.servers
+
 
 class SharedView(Struct, frozen=True, array_like=True, tag="shared view"):
     """A view. It follows in a frame of its own, which is the same for all nodes of a role."""

@@ -25,7 +25,10 @@ Socket = zmq.Socket[bytes]
 send_frame: Callable[[Socket, bytes | memoryview, int, bool], object] = zmq.backend.Socket.send  # type: ignore[assignment]
 
 LINGER_MS = 1000
-"""How long a closed socket may go on sending its queue: a last ``Leave`` or ``Failure``."""
+"""How long a closed socket may go on sending its queue: a last ``Leave`` or ``Failure``.
+
+Without a linger libzmq 4.3.5 aborts the process if a connection ends just as it is closed, while only
+some frames of a message have been sent (``session_base.cpp``; libzmq issue 3442)."""
 
 ZAP_DOMAIN = b"zenps"
 

@@ -6,15 +6,19 @@ which differ only in the receiver's rank (docs/scale.md).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
 import msgspec
 
 from zenps.errors import ProtocolError
+from zenps.observe import log
 
-from .frames import encode
+from .frames import MAX_ENVELOPE_BYTES, encode
 from .scheduler_messages import SharedView, View
+
+logger = logging.getLogger("zenps.views")
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(View)
@@ -34,6 +38,12 @@ class ViewEncoder:
         if not frame:
             frame = _encoder.encode(msgspec.structs.replace(view, rank=0))
             self._shared.append((view, frame))
+            if len(frame) > MAX_ENVELOPE_BYTES:  # who receives it closes the connection, and connects again
+                members = len(view.workers) + len(view.servers)
+                reason = "%d nodes take %d bytes in a view, and no node reads more than %d: nobody gets it; "
+                advice = "give hosts shorter names, or run fewer nodes"
+                sizes = members, len(frame), MAX_ENVELOPE_BYTES
+                log.once(logger, "size", reason + advice, *sizes)
         return encode(self._job, SharedView(view.rank), [memoryview(frame)]), frame
 
 

@@ -177,6 +177,13 @@ class TestFile:
         assert (sync.chunk_bytes, sync.bucket_bytes) == (4 << 20, 65536)
 
 
+def test_a_number_may_begin_with_its_point() -> None:
+    assert load(environ={"ZENPS_SYNC_DENSITY": ".25"}).config.sync.density == 0.25
+    for text in (".", "..5", ".x", "-.5"):
+        assert "expected a number above 0 and up to 1" in refusal(sets=[f"sync.density={text}"])
+    assert "expected an integer" in refusal(sets=["cluster.workers=.5"])
+
+
 class TestUnknownKeys:
     def test_in_set(self) -> None:
         assert refusal(sets=["sync.partitoin=x"]) == (
@@ -283,7 +290,11 @@ def test_chunks_are_smaller_where_many_workers_share_a_budget(workers: int, chun
     config = load(sets=sets, environ={}).config
     assert (sizes.chunk_bytes(config), sizes.message_bytes(config)) == (chunk_bytes, 2 * chunk_bytes)
     assert shared_settings(config)["sync.chunk_bytes"] == chunk_bytes
-    assert server_settings(config) == {"cluster.workers": workers, "sync.chunk_bytes": chunk_bytes}
+    assert server_settings(config) == {
+        "cluster.max_message_bytes": 256 * MIB,
+        "cluster.workers": workers,
+        "sync.chunk_bytes": chunk_bytes,
+    }
 
 
 def test_two_chunks_are_no_more_than_half_a_message() -> None:
@@ -333,6 +344,7 @@ def test_what_workers_among_themselves_cannot_do(scheme: str, item: str, allowed
     ],
 )
 def test_averaging_models_excludes_what_is_done_to_gradients(item: str, expected: str) -> None:
+    assert load(sets=["sync.consistency=ds-sync"], environ={})
     line = refusal(sets=["sync.consistency=ds-sync", item])
     assert line.startswith(expected)
 
@@ -360,6 +372,15 @@ def test_format_bytes_says_the_same_number(count: int) -> None:
     text = format_bytes(count)
     units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
     assert (int(text[:-3]) * units[text[-3:]] if text.endswith("B") else int(text)) == count
+
+
+@pytest.mark.parametrize(("count", "text"), [(0, "0"), (1025, "1025"), (8 << 20, "8MiB"), (3 << 40, "3TiB")])
+def test_format_bytes_takes_the_largest_unit(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_one_is_a_power_of_two() -> None:
+    assert load(sets=["sync.granule=1", "sync.block=1"], environ={}).config.sync.granule == 1
 
 
 class TestScheduler:
@@ -417,6 +438,13 @@ class TestBytePSVariables:
         environ = {"DMLC_PS_ROOT_URI": "::1", "DMLC_PS_ROOT_PORT": "9000"}
         assert load(environ=environ).config.cluster.scheduler == "[::1]:9000"
 
+    @pytest.mark.parametrize(
+        ("host", "read"), [("[::1]", "[::1]"), ("tcp://h", "h"), ("tcp://[fe80::1]", "[fe80::1]")]
+    )
+    def test_a_host_as_in_an_address(self, host: str, read: str) -> None:
+        environ = {"DMLC_PS_ROOT_URI": host, "DMLC_PS_ROOT_PORT": "9000"}
+        assert load(environ=environ).config.cluster.scheduler == f"{read}:9000"
+
     def test_half_an_address(self) -> None:
         assert refusal(environ={"DMLC_PS_ROOT_URI": "h"}).startswith("DMLC_PS_ROOT_PORT = ''")
         assert refusal(environ={"DMLC_PS_ROOT_PORT": "1"}).startswith("DMLC_PS_ROOT_URI = ''")
@@ -455,18 +483,24 @@ class TestRanks:
         assert rank_from_environment({"DMLC_WORKER_ID": "2"}) == 2
         assert rank_from_environment({"RANK": "0", "DMLC_WORKER_ID": "2"}) == 0
 
-    @pytest.mark.parametrize("text", ["", "-1", "one", "1.0", "²", "1_0"])
+    @pytest.mark.parametrize("text", ["", "-1", "one", "1.0", "²", "1_0", "1" * 5000])
     def test_garbage(self, text: str) -> None:
-        with pytest.raises(ConfigError, match=r"^RANK = .*: expected an integer from 0$"):
+        with pytest.raises(
+            ConfigError, match=r"^RANK = .*: expected an integer from 0, of at most 10"
+        ) as caught:
             rank_from_environment({"RANK": text})
+        assert len(str(caught.value)) < 1100
 
     def test_local(self) -> None:
         environ = {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
         assert (local_rank_from_environment(environ), local_size_from_environment(environ)) == (3, 4)
         assert (local_rank_from_environment({}), local_size_from_environment({})) == (0, 1)
+        environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        assert (local_rank_from_environment(environ), local_size_from_environment(environ)) == (0, 1)
 
     @pytest.mark.parametrize(
-        ("count", "most", "told"), [("0", "3", (0, 3)), ("2", "3", (2, 1)), ("4", "3", (4, 0))]
+        ("count", "most", "told"),
+        [("0", "3", (0, 3)), ("2", "3", (2, 1)), ("4", "3", (4, 0)), ("0", "0", (0, 0))],
     )
     def test_restarts(self, count: str, most: str, told: tuple[int, int]) -> None:
         environ = {"TORCHELASTIC_RESTART_COUNT": count, "TORCHELASTIC_MAX_RESTARTS": most}

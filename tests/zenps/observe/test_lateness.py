@@ -16,6 +16,19 @@ def test_of_two_ranks_the_second_is_late() -> None:
     assert late.seconds == {0: 3.0}
 
 
+def test_of_three_ranks_the_third_is_late() -> None:
+    late = Lateness()
+    late.wait([1], [0.0], 3, 2.0)
+    late.wait([2], [0.0, 2.0], 3, 5.0)
+    assert late.seconds == {2: 3.0}
+
+
+def test_nobody_has_waited_for_a_rank_that_comes_with_the_others() -> None:
+    late = Lateness()
+    late.wait([1], [5.0], 2, 5.0)
+    assert late.seconds == {}
+
+
 def test_a_rank_is_waited_for_once_half_are_there() -> None:
     late = Lateness()
     arrivals = [0.0, 1.0, 5.0]
@@ -49,7 +62,9 @@ def test_no_rank_is_later_than_the_time_that_has_passed(waits: list[tuple[int, f
 
 def test_stragglers_are_much_later_than_most() -> None:
     assert stragglers({1: 5.0}, 2, 3.0) == [1]
+    assert stragglers({1: 3.0}, 2, 3.0) == [1]
     assert stragglers({1: 2.9}, 2, 3.0) == []
+    assert stragglers({1: 1.0, 2: 9.0, 3: 4.0}, 4, 3.0) == [2], "a rank that is missing is not late"
     assert stragglers({0: 5.0, 1: 6.0}, 2, 3.0) == [], "they are late in turn"
     assert stragglers({0: 1.0, 1: 1.0, 2: 9.0, 3: 8.0}, 4, 3.0) == [2, 3]
     assert stragglers({rank: 1.0 + rank for rank in range(8)}, 8, 3.0) == []

@@ -65,7 +65,8 @@ def test_no_other_answer_may_be_so_large(answers: Answers) -> None:
     unknown_field = bytes(MAX_ENVELOPE_BYTES)
     answer = (PROTOCOL_VERSION, "default", ["drain!", "no", unknown_field])
     answers["answer"] = msgspec.msgpack.encode(answer)
-    with pytest.raises(DeadlineError, match=r"^no answer from the scheduler"):
+    advice = r"its job is 'default'; all nodes need the same version of ZenPS \(zenps --version\)$"
+    with pytest.raises(DeadlineError, match=rf"^no answer from the scheduler .* {advice}"):
         ask(cluster(answers), Drain(0), DrainReply, 0.5)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket as net
 import threading
 import time
@@ -211,6 +212,53 @@ def test_one_connection_can_be_cut(router: tuple[Socket, str, Connections]) -> N
         connections.cut(descriptor)
         connections.cut(descriptor)
         assert hung_up(peer)
+
+
+def test_a_descriptor_that_was_used_again_is_not_cut(router: tuple[Socket, str, Connections]) -> None:
+    _, address, connections = router
+    with connected(address) as peer, net.create_server(("127.0.0.1", 0)) as other:
+        descriptor = peer.fileno()
+        connections.on_message(descriptor)
+        with net.create_connection(other.getsockname()) as later, other.accept()[0] as accepted:
+            os.dup2(later.fileno(), descriptor)
+            assert connections.cut(descriptor) == ""
+            later.sendall(b"still here")
+            accepted.settimeout(SECONDS)
+            assert accepted.recv(100) == b"still here"
+
+
+def test_what_has_no_peer_is_not_watched(router: tuple[Socket, str, Connections]) -> None:
+    _, _, connections = router
+    with net.socket() as unconnected:
+        for descriptor in (-1, unconnected.fileno()):
+            connections.on_message(descriptor)
+            assert connections.cut(descriptor) == ""
+
+
+def test_connections_that_ended_are_named_once(router: tuple[Socket, str, Connections]) -> None:
+    socket, address, connections = router
+    with connected(address) as peer:
+        peer.sendall(frame(b"hello"))
+        descriptor, _ = take(socket)
+        host, port = peer.getsockname()[:2]
+        assert connections.gone() == []
+    gone: list[tuple[int, module.Address]] = []
+    until = time.monotonic() + SECONDS
+    while not gone:
+        assert time.monotonic() < until
+        gone = connections.gone()
+    ((ended, remote),) = gone
+    assert (ended, remote[:2]) == (descriptor, (f"::ffff:{host}", port))
+    assert connections.gone() == []
+    assert connections.cut(descriptor) == "", "it is not watched any more"
+
+
+def test_events_that_nobody_reads_block_nothing(router: tuple[Socket, str, Connections]) -> None:
+    _, address, _ = router
+    for _ in range(700):  # with two events each, more than a queue of libzmq holds by default
+        knock(address)
+    with connected(address, seconds=SECONDS):
+        pass
 
 
 def test_more_frames_than_any_message_has_are_dropped(router: tuple[Socket, str, Connections]) -> None:

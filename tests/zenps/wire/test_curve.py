@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,7 +50,7 @@ def unlisted(tmp_path: Path, directory: Path) -> Keys:
     """Keys of another job, whose owner knows the public keys of this one."""
     generate(tmp_path / "unlisted", workers=1, servers=1)
     own, known = keys_of(tmp_path / "unlisted", "worker", 0), keys_of(directory, "worker", 0)
-    return Keys(own.file, own.name, own.public, own.secret, known.owners)
+    return replace(known, public=own.public, secret=own.secret)
 
 
 class Scheduler:
@@ -145,7 +148,7 @@ def test_a_queue_of_one_message_never_stops(ctx: zmq.Context[Socket], directory:
 def test_check_binds_a_message_to_a_name(scheduler: Scheduler, directory: Path) -> None:
     scheduler.dealer(keys_of(directory, "worker", 1))
     scheduler.attend_until(lambda: scheduler.router.poll(0))
-    _, frame = scheduler.router.recv_multipart(copy=False)
+    _, frame = receive_frames(scheduler.router)
     scheduler.authenticator.check(frame, "worker", 1)
     with pytest.raises(ProtocolError, match=r"^key: a message of worker-0 by worker-1$"):
         scheduler.authenticator.check(frame, "worker", 0)
@@ -246,7 +249,32 @@ def test_damaged_list_leaves_the_keys_as_they_were(
     scheduler.authenticator.attend()
     scheduler.dealer(keys)
     assert scheduler.owner_of_next() == "worker-1"
-    assert sum("the keys stay as they were: security.keys" in line for line in caplog.messages) == 1
+    # One line of each node: the worker also looks the scheduler's key up again.
+    assert sum("the keys stay as they were: security.keys" in line for line in caplog.messages) == 2
+
+
+def test_a_list_is_read_again_once_the_process_has_a_free_descriptor(
+    ctx: zmq.Context[Socket], directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise a key that was revoked in that moment would stay valid for good."""
+    keys = keys_of(directory, "scheduler")
+    scheduler = Scheduler(ctx, keys)
+    scheduler.dealer(keys_of(directory, "worker", 1))
+    assert scheduler.owner_of_next() == "worker-1"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rewrite(directory, without("worker-1"))
+    free = os.open(directory, os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        for _ in range(3):
+            scheduler.authenticator.attend()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert "worker-1" in keys.listed.owners.values()
+    assert sum("Too many open files" in line for line in caplog.messages) == 1
+    scheduler.authenticator.attend()
+    assert "worker-1" not in keys.listed.owners.values()
 
 
 # ── what a node is told ─────────────────────────────────────────────────────────────────────────
@@ -255,7 +283,7 @@ def test_damaged_list_leaves_the_keys_as_they_were(
 def refusal(scheduler: Scheduler, keys: Keys | None) -> str:
     """With what a node's wait for the scheduler ends."""
     dealer = open_dealer(scheduler.ctx, b"x", 1 << 20, keys)
-    handshakes = Handshakes(scheduler.ctx, dealer)
+    handshakes = Handshakes(dealer)
     dealer.connect(scheduler.address)
     texts: list[str] = []
 
@@ -283,13 +311,32 @@ def test_node_is_told_that_keys_are_needed(scheduler: Scheduler) -> None:
 
 def test_node_is_told_that_there_are_no_keys(ctx: zmq.Context[Socket], directory: Path) -> None:
     keys = keys_of(directory, "worker", 0)
-    expected = f"security.keys = '{keys.file}': expected none, as the scheduler at host:1 has"
+    expected = f"security.keys = '{keys.listed.file}': expected none, as the scheduler at host:1 has"
     assert refusal(Scheduler(ctx, None), keys).startswith(expected)
+
+
+def test_node_gets_a_hint_where_libzmq_gives_no_reason(scheduler: Scheduler, directory: Path) -> None:
+    """It expects the key of another node there, as of another job."""
+    keys = keys_of(directory, "worker", 0)
+    dealer = open_dealer(scheduler.ctx, b"x", 1 << 20, keys, "server-0")
+    handshakes = Handshakes(dealer)
+
+    def hint() -> str:
+        handshakes.raise_for(keys, "host:1")
+        return handshakes.hint
+
+    assert hint() == ""
+    dealer.connect(scheduler.address)
+    scheduler.attend_until(hint)
+    assert hint() == "; handshakes failed: check that the keys here and there are of one job"
+    for _ in range(2):
+        handshakes.close()
+        assert list(handshakes.failures()) == []
 
 
 def test_socket_goes_on_when_nobody_watches_any_more(scheduler: Scheduler, directory: Path) -> None:
     dealer = scheduler.dealer(keys_of(directory, "worker", 0))
-    handshakes = Handshakes(scheduler.ctx, dealer)
+    handshakes = Handshakes(dealer)
     assert scheduler.owner_of_next() == "worker-0"
     handshakes.close()
     dealer.send(b"again")

@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import zmq
 
 from zenps.config.settings import ClusterConfig
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.errors import ConfigError, DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.observe.clock import now_ns
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, PROTOCOL_VERSION, Decoder, encode
+from zenps.wire.registration import Registration
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.scheduler_messages import (
     BarrierReply,
@@ -101,6 +103,28 @@ def test_a_rendezvous_that_fails(message: FromScheduler, error: type[ZenPSError]
         link.join(registration())
 
 
+def test_a_node_of_another_version_than_its_scheduler_says_so_at_once() -> None:
+    answer = msgspec.msgpack.encode((PROTOCOL_VERSION + 1, "", None))
+    expected = rf"expected {PROTOCOL_VERSION}, got {PROTOCOL_VERSION + 1}; all nodes need the same version"
+    with scheduler_that_answers([answer]) as link, pytest.raises(MismatchError, match=expected):
+        link.join(registration())
+
+
+def test_one_damaged_message_of_a_scheduler_that_has_answered_ends_no_node() -> None:
+    damaged = msgspec.msgpack.encode((PROTOCOL_VERSION + 1, "job", ["stop"]))
+    with context() as ctx, ThreadPoolExecutor() as pool:
+        router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        link = SchedulerLink(ctx, ClusterConfig(scheduler=address, job="job", lease_seconds=0.4), "worker")
+        joining = pool.submit(link.join, registration())
+        # After the fourth message, a heartbeat, the node has looked at what answers the first.
+        for answers in ([*messages(HeartbeatReply()), damaged], [], [], messages(VIEW)):
+            assert router.poll(WAIT_MS)
+            peer, _ = router.recv_multipart()
+            for answer in answers:
+                router.send_multipart([peer, answer])
+        assert joining.result(WAIT_MS / 1000) == VIEW
+
+
 def test_a_server_that_is_stopped_before_its_first_view_leaves_and_says_why() -> None:
     with context() as ctx:
         router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
@@ -178,6 +202,20 @@ def test_a_node_whose_connection_is_refused_is_told() -> None:
         link.socket.close(linger=0)
 
 
+def test_a_node_that_waits_learns_why_its_handshake_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose key is not listed: the scheduler will never answer it."""
+    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    refused = ConfigError("security.secret", "", "a key that the scheduler lists")
+    with context() as ctx:
+        cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
+        link = SchedulerLink(ctx, cluster, "worker")
+        monkeypatch.setattr(link._handshakes, "raise_for", Mock(side_effect=[None, refused]))
+        monkeypatch.setattr(link._handshakes, "wait", Mock())
+        with pytest.raises(ConfigError, match="a key that the scheduler lists"):
+            link.join(registration())
+        link.socket.close(linger=0)
+
+
 def test_heartbeats_tell_how_far_a_scheduler_s_clock_is_ahead_until_another_asks() -> None:
     hour_ns = 3600 * 10**9
     ahead = HeartbeatReply(heartbeat_ns=now_ns(), clock_ns=now_ns() + hour_ns)
@@ -237,12 +275,33 @@ def test_a_scheduler_that_does_not_know_this_node_is_told() -> None:
         joining.join(WAIT_MS / 1000)
         assert joined == [view]
         link.registration.barriers = 5
+        link.beat(time.monotonic(), epoch=1, load={})
         router.send_multipart([peer, encode("job", WhoAreYou())])
         assert link.socket.poll(WAIT_MS, zmq.POLLIN)
         assert [*link.receive()] == []
         assert until_registered() == msgspec.structs.replace(first, rank=3, barriers=5, view=view)
         link.socket.close(linger=0)
         router.close(linger=0)
+
+
+def test_who_is_asked_for_each_heartbeat_of_an_outage_registers_once() -> None:
+    """A registration has a whole view, and all nodes return at once."""
+    asked = [*messages(WhoAreYou(7)) * 20]
+    with scheduler_that_answers([*messages(VIEW), *asked, *messages(Stop())]) as link:
+        assert link.join(registration()) == VIEW
+        sent: list[ToScheduler] = []
+        link.send = sent.append  # type: ignore[method-assign]
+        until = time.monotonic() + WAIT_MS / 1000
+        while Stop() not in [*link.receive()]:
+            assert time.monotonic() < until
+            link.socket.poll(100)
+        assert [type(message) for message in sent] == [Register]
+        assert link.registration.answer(7) is None
+        assert link.registration.answer(8) is not None  # another scheduler has not had any
+        link.beat(time.monotonic(), epoch=1, load={})
+        assert link.registration.answer(8) is not None  # the one before may be lost
+        assert link.registration.answer(8) is None
+        link.socket.close(linger=0)
 
 
 def test_a_silent_scheduler_may_return(caplog: pytest.LogCaptureFixture) -> None:
@@ -259,6 +318,17 @@ def test_a_silent_scheduler_may_return(caplog: pytest.LogCaptureFixture) -> None
         assert caplog.messages[1:] == ["the scheduler at 127.0.0.1:9 has returned"]
         with pytest.raises(PeerLostError, match=r"the scheduler at 127.0.0.1:9 is lost: silent for 3"):
             link.check(began + 31.0)
+        link.socket.close(linger=0)
+
+
+def test_three_of_four_heartbeats_of_a_lease_may_be_late() -> None:
+    with context() as ctx:
+        link = SchedulerLink(ctx, ClusterConfig(scheduler="127.0.0.1:9", lease_seconds=10.0), "worker")
+        link.registration = Registration(registration())
+        assert link.is_beat_due(time.monotonic())
+        link.beat(100.0, epoch=0, load={})
+        assert [link.is_beat_due(now) for now in (100.0, 102.4, 102.5)] == [False, False, True]
+        assert [link.seconds_to_beat(now) for now in (100.0, 102.0, 103.0)] == [2.5, 0.5, 0.0]
         link.socket.close(linger=0)
 
 

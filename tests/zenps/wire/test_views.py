@@ -41,6 +41,23 @@ def test_other_views_have_other_frames() -> None:
         assert [received(*encoder.encode(view)) for view in (VIEW, other, VIEW)] == [VIEW, other, VIEW]
 
 
+def test_a_view_that_no_node_reads_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    def encode(letters: int, epoch: int) -> None:
+        host = "h" * letters
+        workers = [Member("worker", rank, host, rank, "", f"{host}:1", bytes(39)) for rank in range(4096)]
+        servers = [Member("server", rank, host, rank, f"tcp://{host}:1", f"{host}:1") for rank in range(1024)]
+        view = msgspec.structs.replace(VIEW, epoch=epoch, workers=(*workers,), servers=(*servers,))
+        ViewEncoder("job").encode(view)
+
+    encode(60, 1)
+    assert not caplog.records
+    encode(100, 2)
+    encode(100, 3)
+    (record,) = caplog.records
+    assert record.message.startswith("5120 nodes take ")
+    assert record.message.endswith("nobody gets it; give hosts shorter names, or run fewer nodes")
+
+
 def test_a_damaged_frame_is_noticed() -> None:
     envelope, frame = ViewEncoder("job").encode(VIEW)
     with pytest.raises(CorruptedError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import resource
@@ -14,7 +15,15 @@ import torch
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError, TensorError
 from zenps.finalizers import run_finalizers
-from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, Window, open_arena, window_of
+from zenps.wire.shared_memory.arena import (
+    CAPACITY_BYTES,
+    SEALS,
+    Arena,
+    Window,
+    map_pages,
+    open_arena,
+    window_of,
+)
 from zenps.wire.tensors import tensor_from_bytes
 
 MIB = 1 << 20
@@ -34,13 +43,15 @@ def taken_bytes(arena: Arena) -> int:
 def test_what_is_written_is_seen_and_used_again(arena: Arena) -> None:
     window = Window(arena.fd)
     offset, memory = arena.allocate(10_000)
-    other, _ = arena.allocate(10_000)
+    other, beside = arena.allocate(10_000)
     memory.fill_(7)
     seen = tensor_from_bytes(window.read(offset, 10_000), torch.uint8, (10_000,))
     assert torch.equal(seen, memory)
     memory[0] = 8
     assert seen[0] == 8, "a copy"
     assert other != offset
+    beside.fill_(9)
+    assert window.read(other, 10_000) == b"\t" * 10_000
     del memory
     again, _ = arena.allocate(10_000)
     assert again == offset
@@ -141,9 +152,11 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
     closing.close()
     closing.close()
     del allocation, closing
+    run_finalizers()
     assert set(bytes(seen)) == {9}
     if os.fork() == 0:  # as DataLoader does
         del memory
+        run_finalizers()
         os._exit(0)
     os.wait()
     assert set(bytes(own)) == {7}
@@ -155,6 +168,34 @@ def test_what_others_may_have_stays_when_its_arena_closes(arena: Arena) -> None:
 def test_an_offset_outside_is_refused(arena: Arena, read: Callable[..., memoryview]) -> None:
     with pytest.raises(ProtocolError, match="of shared memory, expected at most"):
         read(Window(arena.fd), CAPACITY_BYTES - 10, 11)
+
+
+def test_closing_frees_the_descriptor_and_later_no_other(tmp_path: Path) -> None:
+    closing = Arena(keep_bytes=MIB)
+    number = closing.fd
+    closing.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    with (tmp_path / "file").open("wb") as file:
+        if file.fileno() != number:
+            os.dup2(file.fileno(), number)
+        closing.close()
+        os.fstat(number)
+        if file.fileno() != number:
+            os.close(number)
+
+
+def test_a_memfd_of_another_size_is_no_arena() -> None:
+    other = os.memfd_create("zenps", os.MFD_ALLOW_SEALING)
+    os.ftruncate(other, MIB)
+    fcntl.fcntl(other, fcntl.F_ADD_SEALS, SEALS)
+    with pytest.raises(OSError, match="not that of an arena"):
+        window_of(other)
+
+
+def test_a_mapping_that_the_system_refuses_is_an_error() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        map_pages(1 << 20, 4096, 0)
 
 
 def test_it_has_no_name(arena: Arena) -> None:

@@ -29,7 +29,7 @@ from zenps.wire.shared_memory.handshake import (
 )
 
 MIB = 1 << 20
-GREETED_SECONDS = 1.0
+GREETED_SECONDS = 10.0
 KINDS = [net.SOCK_STREAM, net.SOCK_SEQPACKET]
 
 
@@ -276,7 +276,20 @@ def test_a_name_is_free_again_after_an_error(name: bytes, kind: net.SocketKind) 
     assert open_descriptors() == descriptors
 
 
-def test_names_of_servers_are_short() -> None:
+@pytest.mark.parametrize(
+    ("sent", "reason"), [(b"hello", "without a descriptor"), (b"", "has closed the connection")]
+)
+def test_a_message_without_memory_is_not_taken_for_the_end_of_a_connection(sent: bytes, reason: str) -> None:
+    here, there = net.socketpair()
+    with here, there:
+        there.sendall(sent)
+        there.shutdown(net.SHUT_WR)
+        with pytest.raises(OSError, match=reason):
+            receive(here)
+
+
+def test_names_of_servers_are_short_and_leave_no_file() -> None:
     names = {server_name(f"tcp://{'x' * 253}:{port}") for port in range(100)}
     assert len(names) == 100
+    assert all(name.startswith(b"\0zenps/") for name in names)
     assert all(len(name) < 107 for name in names)

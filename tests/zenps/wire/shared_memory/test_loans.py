@@ -28,6 +28,7 @@ def test_memory_is_kept_until_it_was_dropped_as_often_as_lent() -> None:
     loans.collect()
     assert loans.lent_bytes == 40
     assert kept() is None
+    assert [*loans._lent] == [8], "keys are offsets, of which there are very many"
 
 
 def test_a_key_that_was_not_lent_is_ignored() -> None:
