@@ -9,7 +9,6 @@ import socket as net
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -27,7 +26,7 @@ from zenps.observe.trace import Trace, open_trace
 from zenps.termination import TERMINATION
 from zenps.wire.connections import Connections
 from zenps.wire.curve import Authenticator, warn_if_open
-from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
+from zenps.wire.frames import MAX_ENVELOPE_BYTES, VERSION_ONLY, Decoder, encode
 from zenps.wire.scheduler_messages import (
     BarrierReply,
     Departed,
@@ -89,8 +88,8 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
         closing(Page(config.status)) as page,
         context() as ctx,
     ):
-        outputs = Outputs(SchedulerMetrics(registry), exporter.address, page, trace)
-        service = _Service(config, ctx, keys, outputs)
+        counters = SchedulerMetrics(registry)
+        service = _Service(config, ctx, keys, counters, exporter.address, page, trace)
         on_ready(service.address)
         logger.info("listening on %s", service.address)
         if page.address:
@@ -101,16 +100,6 @@ def serve(config: Config, on_ready: Callable[[str], None]) -> None:
             service.close()
 
 
-class Outputs(NamedTuple):
-    """Where the scheduler shows what happens."""
-
-    metrics: SchedulerMetrics
-    metrics_address: str
-    """``host:port``; empty if metrics are not served."""
-    page: Page
-    trace: Trace
-
-
 class _Service:
     """The loop: it receives messages, lets time pass, and sends what the membership decides.
 
@@ -118,9 +107,19 @@ class _Service:
         address: where it listens, ``host:port``.
     """
 
-    def __init__(self, config: Config, ctx: zmq.Context[Socket], keys: Keys | None, outputs: Outputs) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ctx: zmq.Context[Socket],
+        keys: Keys | None,
+        counters: SchedulerMetrics,
+        metrics_address: str,
+        page: Page,
+        trace: Trace,
+    ) -> None:
         self._config = config
-        self._metrics, self._metrics_address, self._page, self._trace = outputs
+        self._metrics, self._metrics_address = counters, metrics_address
+        self._page, self._trace = page, trace
         self._authenticator = Authenticator(ctx, keys, self._metrics.count_refusal)
         scheduler = config.cluster.scheduler
         host, port = parse_address(scheduler) if scheduler else ("127.0.0.1", 0)
@@ -136,6 +135,8 @@ class _Service:
         self._decoder: Decoder[ToScheduler] = Decoder(config.cluster.job, ToScheduler)
         self._views = ViewEncoder(config.cluster.job)
         self._last_encoded: tuple[FromScheduler | None, bytes] = None, b""
+        self._last_status: tuple[Status | None, bytes] = None, b""
+        """As the membership made it, and encoded."""
         shared = shared_settings(config)
         secret = keys.secret if keys is not None else b""
         # 53 bits, as many as every JSON parser keeps. A node sends 0 if it knows no incarnation.
@@ -192,7 +193,7 @@ class _Service:
 
     def _on_tick(self, now: float, late_seconds: float) -> None:
         self._send(self._membership.on_tick(now, late_seconds))
-        if self._page.has_questions:
+        if self._page.has_question:
             self._page.answer(self._complete(self._membership.status(time.monotonic())))
         for address in self._connections.cut_endless():
             self._metrics.cut_connections.inc()
@@ -233,6 +234,8 @@ class _Service:
             except ProtocolError as error:
                 self._metrics.protocol_errors.labels(reason=error.reason).inc()
                 log.once(logger, peer, "dropped a message of peer %s: %s", peer.hex(), error)
+                if error.reason == "version":
+                    self._deliver(peer, [VERSION_ONLY])
                 continue
             if isinstance(message, StatusRequest) and self._has_unread(peer):
                 continue
@@ -268,18 +271,14 @@ class _Service:
     def _send(self, sends: Sequence[Send]) -> None:
         log.here.epoch, log.here.step = self._membership.epoch or None, self._membership.step
         self._record(sends)
-        for peer, message in ((send.peer, send.message) for send in sends):
+        for send in sends:
+            peer, message = send.peer, send.message
             if isinstance(message, Status):
-                message = self._complete(message)
-                self._update_gauges()  # the metrics never show less than a status
-            try:
-                self._send_frames(peer, self._encode(message), is_status=isinstance(message, Status))
-            except zmq.ZMQError as error:
-                if error.errno == zmq.EAGAIN:
-                    log.once(logger, (peer, "full"), "peer %s does not read what it is sent", peer.hex())
-                elif error.errno != zmq.EHOSTUNREACH:
-                    raise
-                logger.debug("peer %s cannot be reached", peer.hex())
+                if self._has_unread(peer):  # it reports ends, which count without an answer
+                    continue
+                self._deliver(peer, [self._encode_status(message)], is_status=True)
+            else:
+                self._deliver(peer, self._encode(message))
 
     def _encode(self, message: FromScheduler) -> Sequence[bytes]:
         """Encodes a message, once if it goes to many."""
@@ -288,6 +287,24 @@ class _Service:
         if message is not self._last_encoded[0]:
             self._last_encoded = message, encode(self._config.cluster.job, message)
         return [self._last_encoded[1]]
+
+    def _encode_status(self, status: Status) -> bytes:
+        """Encodes a status, once for all who are told the same."""
+        if status is not self._last_status[0]:
+            self._last_status = status, encode(self._config.cluster.job, self._complete(status))
+            self._update_gauges()  # the metrics never show less than a status
+        return self._last_status[1]
+
+    def _deliver(self, peer: bytes, frames: Sequence[bytes], *, is_status: bool = False) -> None:
+        """Sends a message, unless the peer is gone or has not read what it was sent before."""
+        try:
+            self._send_frames(peer, frames, is_status=is_status)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EAGAIN:
+                log.once(logger, (peer, "full"), "peer %s does not read what it is sent", peer.hex())
+            elif error.errno != zmq.EHOSTUNREACH:
+                raise
+            logger.debug("peer %s cannot be reached", peer.hex())
 
     def _send_frames(self, peer: bytes, frames: Sequence[bytes], *, is_status: bool) -> None:
         *first, last = (peer, *frames)

@@ -16,9 +16,9 @@ class JoiningWorkers:
 
     def add(self, node: Node) -> None:
         """Adds a registered worker, with the rank that it requests, or else the lowest free rank."""
-        node.rank = node.rank if node.rank >= 0 else self._members.free_rank("worker")
         node.state = "waiting"
         self._members.add(node)
+        self._members.assign_ranks("worker")
 
     def waiting(self) -> Sequence[Node]:
         """The workers that are not admitted yet."""
@@ -29,9 +29,8 @@ class JoiningWorkers:
         self._ready.add(member.peer)
 
     def are_all_ready(self) -> bool:
-        """True if every member that is present is ready, and there is one."""
-        members = {worker.peer for worker in self._members.present("worker")}
-        return bool(members) and members <= self._ready
+        """True if every member that is present is ready."""
+        return self._ready.issuperset(worker.peer for worker in self._members.present("worker"))
 
     def admit(self) -> None:
         """Makes the waiting workers members. All workers count watermarks from 0 again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from zenps.errors import GONE_ADVICE, LATE_ADVICE
 from zenps.observe.lateness import Lateness
 from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.scheduler_messages import BarrierReply
@@ -66,7 +67,7 @@ class Barriers:
             return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
         gone = self._members.with_state("worker", "left", "lost")
         if gone and not self._is_elastic:
-            error = f"barrier {sequence}: {names(gone)} left before it"
+            error = f"barrier {sequence}: {names(gone)} left before it; {GONE_ADVICE}"
             return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
         if sequence != LAST_BARRIER:  # else any number of barriers could stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
@@ -92,7 +93,7 @@ class Barriers:
             arrivals = [*barrier.arrivals.values()]
             self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
             if now > barrier.deadline:
-                reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}"
+                reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}; {LATE_ADVICE}"
                 sends += self._fail(sequence, reason)
         return sends
 

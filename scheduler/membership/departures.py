@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zenps.errors import GONE_ADVICE
 from zenps.wire.scheduler_messages import Departed, Refused
 
 from .actions import Send, to_all
@@ -13,11 +14,13 @@ def on_leave(job: Job, node: Node, now: float) -> list[Send]:
     """A node leaves on its own."""
     if job.state == "gathering" or node.state == "waiting":
         job.members.forget(node)
-        return []
+        return _keep_last_server(job)
     was_leaving = node.state == "leaving"
     job.members.set_state(node, "left")
+    job.stragglers.forget(node.peer)
     if job.state == "draining":
-        return job.end_if_drained()
+        job.end_if_drained()
+        return _keep_last_server(job)
     if was_leaving or job.state in ("failed", "recovering"):
         return []
     sends = to_all(job.members.alive(), Departed(node.member, False, f"{node.member} left the job"))
@@ -27,10 +30,10 @@ def on_leave(job: Job, node: Node, now: float) -> list[Send]:
         return sends + job.lose_worker(f"{node.member} left before the job began", now)
     if job.can_shrink():
         return sends + job.remove_worker(node, now)
-    sends += job.barriers.fail(f"{node.member} left before it")
+    sends += job.barriers.fail(f"{node.member} left before it; {GONE_ADVICE}")
     if not job.members.present("worker"):
         return sends + job.drain_servers(now)
-    return sends + job.begin_epoch("a worker left", now)
+    return sends + job.tell_leave("a worker left", now)
 
 
 def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool = False) -> list[Send]:
@@ -40,16 +43,18 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
     """
     if job.state == "gathering" or node.state == "waiting":
         job.members.forget(node)
-        return []
+        return _keep_last_server(job)
     was_leaving = node.state == "leaving"
     job.members.set_state(node, "lost")
+    job.stragglers.forget(node.peer)
     node.may_be_elsewhere = not has_ended
     if job.state == "draining":
-        return job.end_if_drained()
+        job.end_if_drained()
+        return _keep_last_server(job)
     silent, lease = now - node.last_heard, job.cluster.lease_seconds
     reason = f"{node.member} is lost: {why or f'silent for {silent:.1f} s, its lease is {lease:g} s'}"
     if node.role == "worker":
-        reason += f"; its last step was {node.load.get('step', 0):.0f}"
+        reason += f"; its last step was {node.load.get('step', 0):.0f}; {GONE_ADVICE}"
     sends = to_all(job.members.alive(), Departed(node.member, True, reason))
     if was_leaving or job.state in ("failed", "recovering"):
         return sends
@@ -71,3 +76,8 @@ def reply_to_departed(job: Job, node: Node) -> list[Send]:
         reason = f"{node.member} was silent for more than its lease of {lease:g} s; start it again"
         return [Send(node.peer, Refused("lost", reason))]
     return []
+
+
+def _keep_last_server(job: Job) -> list[Send]:
+    """If all other servers are gone, the next workers need the servers that are being drained."""
+    return [] if job.members.present("server") else job.drains.cancel()

@@ -22,24 +22,22 @@ class Drains:
         Returns:
             The immediate answer if there is one, and whether the request has made the server ``leaving``.
         """
-        if state not in ("running", "confirming"):
-            return [Send(peer, DrainReply(f"the job is {state}; expected running"))], False
-        if any(node.rank == rank for node in self._members.with_state("server", "leaving")):
-            if state == "running":  # the client repeats its request because the answer was lost
-                return [Send(peer, DrainReply(""))], False
-            self._wait(peer)
-            return [], False
-        nodes = {node.rank: node for node in self._members.present("server")}
+        present = {node.rank: node for node in self._members.present("server")}
+        is_leaving = any(node.rank == rank for node in self._members.with_state("server", "leaving"))
         error = ""
-        if rank not in nodes:
-            error = f"no server {rank} is present; expected one of {sorted(nodes)}"
-        elif len(nodes) == 1:
+        if state not in ("running", "confirming"):
+            error = f"the job is {state}; expected running"
+        elif not is_leaving and rank not in present:
+            error = f"no server {rank} is present; expected one of {sorted(present)}"
+        elif not is_leaving and len(present) == 1:
             error = f"server {rank} is the only one; start another first"
-        if error:
+        if error or (is_leaving and state == "running"):  # the answer was lost, so the client asks again
             return [Send(peer, DrainReply(error))], False
-        self._members.set_state(nodes[rank], "leaving")
-        self._wait(peer)
-        return [], True
+        if peer not in self._waiting:
+            self._waiting.append(peer)
+        if not is_leaving:
+            self._members.set_state(present[rank], "leaving")
+        return [], not is_leaving
 
     def cancel(self) -> list[Send]:
         """All other servers are gone: the servers that are being drained must stay."""
@@ -52,7 +50,3 @@ class Drains:
         """Answers all requests: the servers own no slots any more, or ``error`` says why they keep them."""
         waiting, self._waiting = self._waiting, []
         return [Send(peer, DrainReply(error)) for peer in waiting]
-
-    def _wait(self, peer: bytes) -> None:
-        if peer not in self._waiting:
-            self._waiting.append(peer)

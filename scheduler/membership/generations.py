@@ -18,25 +18,23 @@ def is_stale(message: Register, job: Job) -> bool:
         return False
     workers = job.members.present("worker")
     counts = [w.register.generation for w in workers if w.register.host == message.host]
-    return job.state != "gathering" or message.view is not None or max(counts, default=0) > message.generation
+    is_replaced = any(count > message.generation for count in counts)
+    return job.state != "gathering" or message.view is not None or is_replaced
 
 
 def is_restart(message: Register, job: Job) -> bool:
-    """True if the worker that registers is the first of the next generation.
+    """True if the worker that registers is the first of the next generation. It is not one that is refused.
 
     While the job recovers, nobody knows yet which workers are the present generation.
     """
     if message.role != "worker" or job.state == "recovering":
         return False
-    if job.state == "draining" and not job.is_open_again:  # the servers have been told to stop
-        return False
     if message.generation > job.generation:
         return True
-    workers = [node.register for node in job.members.present("worker")]
-    if any(w.host == message.host and w.generation < message.generation for w in workers):
-        return True  # torchrun has ended that worker, which had registered again before it died
-    if job.state not in ("confirming", "running", "draining"):
-        return False
+    if message.generation:
+        workers = [node.register for node in job.members.present("worker")]
+        if any(w.host == message.host and w.generation < message.generation for w in workers):
+            return True  # torchrun has ended that worker, which had registered again before it died
     if job.cluster.rejoin_seconds and (job.is_open_again or _returns(message, job)):
         return True
     gone = job.members.with_state("worker", "left", "lost")

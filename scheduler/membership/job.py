@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Final, Literal
 
 from zenps.config.settings import ClusterConfig
-from zenps.errors import listing
+from zenps.errors import GONE_ADVICE, listing
 from zenps.wire.scheduler_messages import Refused, Stop
 
+from ..observe.stalls import Stalls
 from ..observe.stragglers import Stragglers
 from .actions import Send, to_all
 from .admission import JoiningWorkers
@@ -58,19 +59,28 @@ class Job:
 
     def _begin(self, now: float) -> None:
         """Begins a job without any node."""
-        cluster = self.cluster
-        self.until = now + cluster.rendezvous_seconds
         self.members = Members()
-        self.views = Views(self.members, cluster.is_elastic, self._secret, self.incarnation)
-        self.quorum = Quorum(self.members)
+        self.views = Views(self.members, self.cluster.is_elastic, self._secret, self.incarnation)
         self.recovery = Recovery(self.members)
         self.drains = Drains(self.members)
         self.joining = JoiningWorkers(self.members)
-        self.generation = 0
-        self.restart_reason = ""
+        self._begin_generation(0, now)
+
+    def _begin_generation(self, generation: int, now: float, reason: str = "") -> None:
+        """Begins a generation of workers, of which none has registered yet."""
+        cluster = self.cluster
+        self.until = now + cluster.rendezvous_seconds
+        self.generation, self.restart_reason = generation, reason
         self.ended: set[int] = set()
+        self.quorum = Quorum(self.members)
+        self.stalls = Stalls(cluster.stall_seconds)
         self.stragglers = Stragglers(cluster.workers)
-        self.barriers = self._new_barriers()
+        self._has_left_untold = False
+        """True if workers have left that the newest view does not tell of."""
+        late = self.stragglers.barriers
+        self.barriers = Barriers(
+            self.members, cluster.is_elastic, cluster.patience_seconds, late, self.incarnation
+        )
 
     def advance(self, event: JobEvent) -> None:
         """Changes to the state that follows."""
@@ -104,6 +114,7 @@ class Job:
     def begin_epoch(self, event: JobEvent, now: float) -> list[Send]:
         """Members have changed: makes a view of those that are present now, and sends it to servers."""
         self.advance(event)
+        self._has_left_untold = False
         cancelled = [] if self.members.present("server") else self.drains.cancel()
         servers = self.members.present("server")
         if servers and self.views.epoch:
@@ -114,11 +125,22 @@ class Job:
         self.quorum.on_view(self.views.epoch)
         return cancelled + [self.send_view(node) for node in servers]
 
+    def tell_leave(self, event: JobEvent, now: float) -> list[Send]:
+        """A worker has left, and others are present.
+
+        After the last barrier no round waits for it, and all leave at about the same time. So those that
+        leave while servers confirm a view share the next one.
+        """
+        if self.barriers.ended and self.state == "confirming":
+            self._has_left_untold = True
+            return []
+        return self.begin_epoch(event, now)
+
     def send_view(self, node: Node) -> Send:
         """Sends the newest view to one node."""
         return Send(node.peer, self.views.view_for(node))
 
-    def confirm(self) -> list[Send]:
+    def confirm(self, now: float) -> list[Send]:
         """Once all servers have the newest view, sends it to workers and stops drained servers."""
         if self.state != "confirming":
             return []
@@ -127,9 +149,11 @@ class Job:
             return []
         self.advance("servers confirmed")
         self.until = math.inf
-        views = [self.send_view(worker) for worker in self.members.present("worker")]
         leaving = self.members.with_state("server", "leaving")
-        return views + to_all(leaving, Stop()) + self.drains.answer()
+        answers = to_all(leaving, Stop()) + self.drains.answer()
+        if self._has_left_untold:
+            return answers + self.begin_epoch("a worker left", now)
+        return [self.send_view(worker) for worker in self.members.present("worker")] + answers
 
     # ── elastic jobs ────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +165,8 @@ class Job:
         """The others continue without a worker. Perhaps they waited for this worker alone."""
         if self.joining.are_all_ready():
             return self._admit(now)
-        return self.barriers.on_removed(gone) + self.begin_epoch("a worker removed", now)
+        begin = self.tell_leave if gone.state == "left" else self.begin_epoch
+        return self.barriers.on_removed(gone) + begin("a worker removed", now)
 
     def on_admit(self, node: Node, since: int, now: float) -> list[Send]:
         """A member is ready for the admission of joining workers. It says so until it has the new view."""
@@ -184,24 +209,14 @@ class Job:
         """Forgets all workers: torchrun ends them and starts a new generation, or they join again."""
         if self.state != "gathering":
             self.advance("workers restart")
-        self.until = now + self.cluster.rendezvous_seconds
         for node in self.members:
             if node.role == "worker":
                 self.members.forget(node)
         self.views.admitted = 0
-        self.quorum = Quorum(self.members)
-        self.generation, self.restart_reason = generation, reason
-        self.ended.clear()
-        self.stragglers = Stragglers(self.cluster.workers)
-        self.barriers = self._new_barriers()
+        self._begin_generation(generation, now, reason)
 
     def _has_restarts(self) -> bool:
         return any(node.register.restarts for node in self.members if node.role == "worker")
-
-    def _new_barriers(self) -> Barriers:
-        cluster = self.cluster
-        late = self.stragglers.barriers
-        return Barriers(self.members, cluster.is_elastic, cluster.patience_seconds, late, self.incarnation)
 
     # ── recovery ────────────────────────────────────────────────────────────────────────────────
 
@@ -220,14 +235,14 @@ class Job:
 
     def on_returned(self, now: float) -> list[Send]:
         """A node has registered during the recovery. It may be the last one that the recovery waited for."""
-        new = Counter(node.role for node in self.recovery.new_nodes())
-        is_whole_set = new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers
-        if is_whole_set and not self.recovery.has_returned("worker"):
-            return self._begin_anew(now)
+        if not self.recovery.has_worker_returned():
+            new = Counter(node.role for node in self.recovery.new_nodes())
+            if new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers:
+                return self._begin_anew(now)
         # If all workers had left before, the job is over, but the nodes of another job get time to begin
         # theirs.
-        has_workers = any(node.role == "worker" for node in self.members)
-        return self.recover(now) if has_workers and not self.recovery.missing() else []
+        has_workers = self.members.count("worker", "present", "left", "lost") > 0
+        return self.recover(now) if has_workers and self.recovery.is_complete() else []
 
     def recover(self, now: float) -> list[Send]:
         """All members have returned to this restarted scheduler, or the time for their return is over."""
@@ -239,15 +254,12 @@ class Job:
         self.barriers.passed = self.recovery.passed_barriers()
         self.recovery.restore_left(now)
         self.until = math.inf
-        for worker in self.members.present("worker"):
-            if worker.epoch < self.views.admitted:  # its watermarks count from an older admission
-                self.members.report(worker, 0)
         lost = [member for member in self.recovery.missing() if member.role == "worker"]
         if lost and self.can_shrink() and not self.quorum.may_continue():
             gone = listing(self.quorum.missing())
             return self.fail("a worker lost", "lost", f"{gone} {_NOT_RETURNED}")
         if lost and (self.may_restart() or not self.can_shrink()):
-            reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted"
+            reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted; {GONE_ADVICE}"
             return self.lose_worker(reason, now)
         if not self.members.present("worker"):
             return self.drain_servers(now)
@@ -290,7 +302,13 @@ class Job:
         joining = self.joining.waiting()
         for node in joining:
             self.members.forget(node)
-        sends = to_all(joining, Refused("lost", "the job has ended before it was admitted"))
+        sends = to_all(
+            joining,
+            Refused(
+                "lost",
+                "the job has ended before it admitted this worker; start the worker again with the next job",
+            ),
+        )
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self.may_restart():
@@ -319,13 +337,12 @@ class Job:
     def _have_all_ended(self) -> bool:
         return self.ended.issuperset(range(self.cluster.workers))
 
-    def end_if_drained(self) -> list[Send]:
+    def end_if_drained(self) -> None:
         """Ends the job if the last server is gone, unless workers may join again: then a server may also
         join."""
         if not self.members.alive() and not self.is_open_again:
             self.advance("servers left")
             self.until = math.inf
-        return []
 
     def fail(self, event: JobEvent, kind: Literal["deadline", "lost"], reason: str) -> list[Send]:
         """Ends the job, and sends the reason to all nodes."""
@@ -345,7 +362,7 @@ class Job:
         seconds = self.cluster.rendezvous_seconds
         gone = self.members.with_state("server", "lost", "left")
         if self.state == "confirming" and gone and not self.members.present("server"):
-            reason = f"{names(gone)} is gone, and no other server came within {seconds:g} s"
+            reason = f"{names(gone)} is gone, and no other server came within {seconds:g} s; {GONE_ADVICE}"
             return self.fail("deadline", "lost", reason)
         missing = missing_from(self.members, self.cluster, self.state, self.views.epoch)
         here = names(self.members.present()) or "nobody"
@@ -354,4 +371,5 @@ class Job:
 
     def _stop_servers(self) -> list[Send]:
         self.until = math.inf
-        return to_all(self.members.alive(), Stop()) + self.end_if_drained()
+        self.end_if_drained()
+        return to_all(self.members.alive(), Stop())

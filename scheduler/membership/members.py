@@ -135,6 +135,10 @@ class Members:
         nodes = self._holders.get((role, rank), {}).values()
         return next((node for node in nodes if node.state in ALIVE), None)
 
+    def is_taken(self, role: Role, rank: int) -> bool:
+        """True if a node in the table has this rank, be it gone or not."""
+        return bool(self._holders.get((role, rank)))
+
     def on_loopback(self) -> list[Node]:
         """Returns the living servers that other hosts cannot reach."""
         return [node for node in self._on_loopback.values() if node.state in ALIVE]
@@ -181,10 +185,6 @@ class Members:
                 self._on_change(role)
                 self._take_rank(node)
 
-    def free_rank(self, role: Role) -> int:
-        """Returns the lowest rank that no living node has."""
-        return next(rank for rank in itertools.count() if self.holder(role, rank) is None)
-
     def status(
         self, owners: NDArray[np.uint16], late_seconds: dict[int, float], now: float
     ) -> tuple[NodeStatus, ...]:
@@ -195,6 +195,7 @@ class Members:
             late_seconds: how long others have waited for each worker, by rank.
             now: the time.
         """
+        slots = Counter(owners.tolist())
         return tuple(
             NodeStatus(
                 role=node.role,
@@ -205,7 +206,7 @@ class Members:
                 metrics=node.register.metrics,
                 epoch=node.epoch,
                 state=node.state,
-                slots=int((owners == node.rank).sum()) if node.role == "server" else 0,
+                slots=slots[node.rank] if node.role == "server" else 0,
                 silent_seconds=round(now - node.last_heard, 3),
                 load=node.load,
                 late_seconds=round(late_seconds.get(node.rank, 0.0), 3) if node.role == "worker" else 0.0,

@@ -21,10 +21,10 @@ NO_QUORUM: Final = (
 
 
 def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
-    """Returns whether a restarted scheduler may continue a job with these members of its last view.
+    """Returns whether ``part`` is a quorum of the view that has the members ``whole``.
 
-    All workers, or more than half of them and a server, or half of them and more than half of the servers:
-    two parts of one view that have no member in common are never both a quorum.
+    A quorum has all workers; or more than half of the workers, and a server; or half of the workers, and more
+    than half of the servers. So two parts that have no member in common are never both a quorum.
     """
     here, all_ = Counter(each.role for each in part), Counter(each.role for each in whole)
     if 0 < all_["worker"] == here["worker"]:
@@ -35,11 +35,12 @@ def is_quorum(part: Collection[Member], whole: Collection[Member]) -> bool:
 
 
 class Quorum:
-    """Whether this scheduler may continue with the members that it has.
+    """Decides whether this scheduler may continue an elastic job with the members that it has.
 
-    A quorum is counted by the members of one view, the *base*. Any quorum of the base must know the newest
-    view, so that a scheduler restarted with that quorum recovers that view. Therefore a newer view becomes
-    the base only once enough members of the old base have it.
+    The job asks after each loss (:meth:`may_continue`). A quorum is counted by the members of one view, the
+    *base*. Any quorum of the base must know the newest view, so that a scheduler restarted with that quorum
+    recovers that view. Therefore a newer view becomes the base only once enough members of the old base have
+    it.
 
     Args:
         members: the table of nodes.
@@ -54,13 +55,12 @@ class Quorum:
         self._epoch = 0
 
     def restore(self, view: View) -> None:
-        """This scheduler continues from a view of an earlier one."""
-        workers = (member for member in view.workers if member.rank not in view.left)
-        self._base = self._newest = frozenset(map(_known, (*workers, *view.servers)))
+        """Makes the view of an earlier scheduler the base: this scheduler continues from it."""
+        self._base = self._newest = frozenset(map(_known, view.members))
         self._epoch, self._is_ours = view.epoch, False
 
     def on_view(self, epoch: int) -> None:
-        """A new view names the members that are present now."""
+        """Notes a new view, which names the members that are present now."""
         self._advance()
         self._newest = frozenset(_known(node.member) for node in self._members.present())
         self._epoch = epoch

@@ -7,6 +7,8 @@ of the same name registers with that job's view; the job that goes on is the one
 
 from __future__ import annotations
 
+import msgspec
+
 from zenps.wire.fields import Role
 from zenps.wire.identity import public_identity
 from zenps.wire.scheduler_messages import Member, Register, View
@@ -18,8 +20,14 @@ RECOVERY_GRACE_SECONDS = 5.0
 sends four heartbeats in a lease."""
 
 
+Process = tuple[Role, str, int, str]
+"""What tells the process of a node: its role, host, process id and address."""
+
+
 class Recovery:
-    """Fills the table of nodes again.
+    """The nodes that return to a restarted scheduler, and those that wait until the recovery is over.
+
+    Fills the table of nodes again.
 
     Attributes:
         newest: the newest view of the job whose workers return; None before the first view of any job.
@@ -34,19 +42,26 @@ class Recovery:
         self.newest: View | None = None
         self.generation = 0
         self.waiting: dict[bytes, Node] = {}
+        self._by_process: dict[Process, list[Member]] = {}
+        """The members of the newest view."""
         self._views: dict[int, View] = {}
         """The newest view of each job, by the job's origin."""
         self._others: dict[bytes, Node] = {}
         """Nodes with a view that are not members: they belong to another job, or were lost or drained."""
 
     def readmit(self, peer: bytes, message: Register, now: float) -> None:
-        """Adds a node that was a member. Another node waits, if it has no view."""
-        node = Node(peer, message, message.rank, last_heard=now)
-        if message.view is None:
+        """Handles the registration of a node: a member of the newest view returns, with its rank there.
+
+        Any other node waits if it has no view. If it has one, it is refused when the recovery is over.
+        """
+        view = message.view
+        if view is None:
+            node = Node(peer, message, message.rank, last_heard=now)
             self.waiting[peer] = node
         else:
-            self._others[peer] = node
-            self._learn(message.view)
+            brief = msgspec.structs.replace(message, view=without_members(view))
+            node = self._others[peer] = Node(peer, brief, message.rank, last_heard=now)
+            self._learn(view)
         self._place(node)
 
     def drop_silent(self, since: float) -> None:
@@ -59,9 +74,10 @@ class Recovery:
             origins = {view.origin for view in views if view is not None}
             self._views = {origin: view for origin, view in self._views.items() if origin in origins}
 
-    def has_returned(self, role: Role) -> bool:
-        """True if a node of this role has returned with a view."""
-        return any(node.register.view is not None for node in self._members.present(role))
+    def has_worker_returned(self) -> bool:
+        """True if a worker has returned with a view."""
+        workers = (node for node in self._members if (node.role, node.state) == ("worker", "present"))
+        return any(worker.register.view is not None for worker in workers)
 
     def new_nodes(self) -> list[Node]:
         """Returns the nodes without a view, including those taken for members: they may all belong to another
@@ -69,11 +85,17 @@ class Recovery:
         taken = [node for node in self._members.alive() if node.register.view is None]
         return [*taken, *self.waiting.values()]
 
+    def is_complete(self) -> bool:
+        """True if all members of the newest view have returned. Asked at each registration."""
+        view, count = self._view, self._members.count
+        here = count("worker", "present", "left") + count("server", "present")
+        return here >= len(view.workers) - len(view.left) + len(view.servers) and not self.missing()
+
     def missing(self) -> list[Member]:
         """Returns the members of the newest view that have not returned."""
         nodes = [*self._members.present(), *self._members.with_state("worker", "left")]
         here = {(node.role, node.rank) for node in nodes}
-        return [member for member in self._before() if (member.role, member.rank) not in here]
+        return [member for member in self._view.members if (member.role, member.rank) not in here]
 
     def passed_barriers(self) -> int:
         """Returns how many barriers workers have passed since the newest admission."""
@@ -92,7 +114,7 @@ class Recovery:
 
     def is_changed(self) -> bool:
         """True if the members are not those of the newest view, or some do not have it."""
-        before = {(member.role, member.rank) for member in self._before()}
+        before = {(member.role, member.rank) for member in self._view.members}
         present = self._members.present()
         is_behind = any(node.epoch < self._view.epoch for node in present)
         return is_behind or before != {(node.role, node.rank) for node in present}
@@ -100,9 +122,6 @@ class Recovery:
     def restore_left(self, now: float) -> None:
         """Adds the workers that had left before: rounds and barriers that wait for them must fail."""
         left = self._view.left
-        for node in self._members:
-            if node.role == "worker" and node.rank in left:  # it has left, and registered once more
-                self._members.forget(node)
         for m in self._view.workers:
             if m.rank in left:
                 peer = str(m).encode()
@@ -119,14 +138,11 @@ class Recovery:
         rank = self._rank_before(node.peer, node.register)
         if rank is None:
             self.generation = max(self.generation, node.register.generation)
-        elif not self._is_taken(node.role, rank):
+        elif not self._members.is_taken(node.role, rank):
             node.rank, node.epoch = rank, self._epoch_of(node.register.view)
             self._members.add(node)
             self.waiting.pop(node.peer, None)
             self._others.pop(node.peer, None)
-
-    def _before(self) -> list[Member]:
-        return [*_workers_of(self._view), *self._view.servers]
 
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
@@ -137,7 +153,7 @@ class Recovery:
         """
         is_unknown = message.role == "worker" and message.view is None
         identities = {public_identity(peer)} if is_unknown else {b"", public_identity(peer)}
-        alike = [m for m in self._before() if _process(m) == _process(message)]
+        alike = self._by_process.get(_process(message), ())
         ranks = [m.rank for m in alike if m.identity in identities]
         # Containers on a machine's own network share its host name, and each has a process 1.
         if message.rank < 0:
@@ -153,6 +169,9 @@ class Recovery:
         if newest is self.newest:
             return
         self.newest = newest
+        self._by_process = {}
+        for member in newest.members:
+            self._by_process.setdefault(_process(member), []).append(member)
         others = [n for n in self._members if self._rank_before(n.peer, n.register) != n.rank]
         for node in others:
             self._members.forget(node)
@@ -176,13 +195,10 @@ class Recovery:
             # Pods keep their names, and each has a process 1: workers of two jobs may look alike.
             of_the_job = [r for r in registers if r.view is None or r.view.origin == view.origin]
             here = {_process(register) for register in of_the_job}
-            are_here = [_process(worker) in here for worker in _workers_of(view)]
+            are_here = [_process(each) in here for each in view.members if each.role == "worker"]
             return any(are_here), -are_here.count(False), view.epoch
 
         return max(self._views.values(), key=likelihood)
-
-    def _is_taken(self, role: Role, rank: int) -> bool:
-        return any((node.role, node.rank) == (role, rank) for node in self._members)
 
     def _epoch_of(self, view: View | None) -> int:
         """Returns which epoch a node with this view has applied; 0 without a view.
@@ -196,16 +212,17 @@ class Recovery:
         return view.epoch - is_another
 
 
-def _workers_of(view: View) -> list[Member]:
-    """The workers of a view that had not left."""
-    return [worker for worker in view.workers if worker.rank not in view.left]
+def without_members(view: View) -> View:
+    """Returns what is kept of each node's view: all members in the views of all nodes take memory of n²."""
+    return msgspec.structs.replace(view, workers=(), servers=(), owners=b"", left=())
 
 
 def _is_fuller(view: View, known: View) -> bool:
     """Returns whether ``view`` has workers' identities, which ``known``, else the same view, lacks."""
     is_same = (view.epoch, view.incarnation) == (known.epoch, known.incarnation)
-    return is_same and any(w.identity for w in view.workers) > any(w.identity for w in known.workers)
+    has_none = not any(worker.identity for worker in known.workers)
+    return is_same and has_none and any(worker.identity for worker in view.workers)
 
 
-def _process(node: Member | Register) -> tuple[Role, str, int, str]:
+def _process(node: Member | Register) -> Process:
     return node.role, node.host, node.pid, node.address

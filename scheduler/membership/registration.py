@@ -48,23 +48,11 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
         return Refused("lost", "the scheduler counts this node as lost; start it again")
     cluster, members = job.cluster, job.members
     role, rank = message.role, message.rank
-    expected = cluster.workers if role == "worker" else cluster.servers
-    may_join = role == "server" or cluster.is_elastic
-    is_open = job.state == "gathering" or (may_join and job.state in ("confirming", "running"))
-    is_open = is_open or (role == "server" and job.is_open_again)
-    is_complete = members.count(role, *ALIVE) >= expected
-    if role == "worker" and not (is_open or is_complete or cluster.rejoin_seconds):
-        return Refused("usage", _ENDS)
-    if not is_open or (role == "worker" and is_complete):
-        return Refused(
-            "usage",
-            f"the cluster is complete with {expected} {role}(s) and {job.state}; "
-            f"raise cluster.{role}s, or wait until this job has ended",
-        )
-    if role == "server" and members.count(role, *ALIVE) >= SLOTS:
-        return Refused("usage", f"there are {SLOTS} servers, one for each slot; no more have anything to do")
-    if role == "worker" and rank >= expected:
-        return Refused("usage", f"{role} rank {rank}: expected 0 to {expected - 1} (cluster.{role}s)")
+    if reason := _closed_to_workers(job) if role == "worker" else _closed_to_servers(job):
+        return Refused("usage", reason)
+    if role == "worker" and rank >= cluster.workers:
+        reason = f"worker rank {rank}: expected 0 to {cluster.workers - 1} (cluster.workers)"
+        return Refused("usage", reason)
     if rank >= 0 and (node := members.holder(role, rank)) is not None:
         return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
     if reason := _unreachable(message, members):
@@ -73,8 +61,30 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
         settings = {"cluster.workers": cluster.workers} | settings
         settings = {key: settings[key] for key in message.settings.keys() & settings.keys()}
     if differing := _differing(message.settings, settings):
-        return Refused("mismatch", f"not the scheduler's settings: {differing}")
+        return Refused("mismatch", f"not the scheduler's settings: {differing}; give all nodes the same")
     return None
+
+
+def _closed_to_workers(job: Job) -> str:
+    cluster = job.cluster
+    is_open = job.state == "gathering" or (cluster.is_elastic and job.state in ("confirming", "running"))
+    is_complete = job.members.count("worker", *ALIVE) >= cluster.workers
+    if is_open and not is_complete:
+        return ""
+    if not (is_open or is_complete or cluster.rejoin_seconds):
+        return _ENDS
+    return (
+        f"the cluster is complete with {cluster.workers} worker(s) and {job.state}; "
+        "raise cluster.workers, or wait until this job has ended"
+    )
+
+
+def _closed_to_servers(job: Job) -> str:
+    if job.state == "draining" and not job.is_open_again:
+        return _ENDS
+    if job.members.count("server", *ALIVE) >= SLOTS:
+        return f"there are {SLOTS} servers, one for each slot; no more have anything to do"
+    return ""
 
 
 def mistaken(message: Register, settings: Settings) -> str:

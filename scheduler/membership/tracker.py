@@ -31,18 +31,22 @@ from zenps.wire.scheduler_messages import (
     WhoAreYou,
 )
 
-from ..observe.stalls import Stalls
 from . import departures, generations
 from .actions import Send
 from .changes import Changes
 from .job import Job
 from .members import Node
+from .recovery import without_members
 from .registration import Settings, mistaken, refusal, refusal_to_join
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
 """A tick may be late by this part of a lease, the interval of heartbeats. If it is later, the scheduler may
 have received nothing meanwhile."""
+
+FRESH_SECONDS: Final = 0.25
+"""How long one status answers all who ask, unless the state of the job or of a node changes: each server's
+probe asks, and a status has all nodes. Readers of the status page share one for as long."""
 
 
 class Membership:
@@ -77,7 +81,8 @@ class Membership:
         self._job = Job(cluster, now, secret, incarnation)
         self._began = now
         self._changes = Changes()
-        self._stalls = Stalls(cluster.stall_seconds)
+        self._shared: tuple[Status, object, float] | None = None
+        """The last status that answered somebody, what it was made of, and until when it is fresh."""
         self.step: int | None = None
         self.mistaken = ""
 
@@ -87,13 +92,13 @@ class Membership:
         """A peer has sent a message. It is ignored if it does not fit the peer's state."""
         match message:
             case StatusRequest():
-                return [Send(peer, self.status(now))]
+                return [Send(peer, self._shared_status(now))]
             case Drain(rank=rank):
                 sends, is_change = self._job.drains.request(peer, rank, self.state)
                 return self._job.begin_epoch("members changed", now) if is_change else sends
             case Ended():
                 sends = self._on_ended(message, now)
-                return [*sends, Send(peer, self.status(now))]
+                return [*sends, Send(peer, self._shared_status(now))]
         node = self._job.members.get(peer)
         if node is None:
             return self._on_unknown_peer(peer, message, now)
@@ -107,17 +112,15 @@ class Membership:
         match message:
             case Heartbeat():
                 return self._on_heartbeat(node, message, now)
-            case Barrier(sequence=sequence):
-                is_open = self._is_at_work(node)
-                return self._job.barriers.on_barrier(node, sequence, now) if is_open else []
-            case Admit(since=since):
-                return self._job.on_admit(node, since, now) if self._is_at_work(node) else []
+            case Barrier(sequence=sequence) if self._is_at_work(node):
+                return self._job.barriers.on_barrier(node, sequence, now)
+            case Admit(since=since) if self._is_at_work(node):
+                return self._job.on_admit(node, since, now)
             case Leave():
                 return departures.on_leave(self._job, node, now)
             case Register(view=view) if view is not None:
                 return self._on_return(node, message, view, now)
-            case Register():
-                return []
+        return []
 
     def on_tick(self, now: float, late_seconds: float = 0.0) -> list[Send]:
         """Time has passed: leases may have expired, the rendezvous and barriers may be at their deadlines.
@@ -192,11 +195,11 @@ class Membership:
 
     def stall(self, now: float) -> str:
         """Returns a log message if a stall must be named now, or else an empty string."""
-        return self._stalls.newly_named(self._working(), now)
+        return self._job.stalls.newly_named(self._working(), now)
 
     def stalled(self, now: float) -> list[tuple[int, str, float]]:
         """Returns the longest stalls: the rank, what it waits for, and how many seconds it has waited."""
-        return [(wait.rank, wait.waits_for, now - wait.since) for wait in self._stalls.longest]
+        return [(wait.rank, wait.waits_for, now - wait.since) for wait in self._job.stalls.longest]
 
     def live(self, role: Role) -> int:
         """Returns how many nodes of a role are present."""
@@ -226,8 +229,16 @@ class Membership:
             uptime_seconds=round(now - self._began, 3),
             owners=owners.astype("<u2").tobytes(),
             changes=self._changes.newest_first(now),
-            stall=self._stalls.text(self._working(), now),
+            stall=self._job.stalls.text(self._working(), now),
         )
+
+    def _shared_status(self, now: float) -> Status:
+        """The status for all who ask at about the same time."""
+        members = self._job.members
+        made_of = self.state, self.epoch, members, members.version
+        if self._shared is None or self._shared[1] != made_of or now >= self._shared[2]:
+            self._shared = self.status(now), made_of, now + FRESH_SECONDS
+        return self._shared[0]
 
     # ── registration ────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +259,7 @@ class Membership:
         if not self._job.views.is_genuine(view):
             return []
         if self.state == "recovering":
-            if view == node.register.view:
+            if without_members(view) == node.register.view:
                 return []
             self._job.members.forget(node)
             return self._on_recovery(node.peer, message, now)
@@ -276,10 +287,9 @@ class Membership:
 
         Before that barrier it may be another process, in a container with the same host name and process id.
         """
-        is_new = message.role == "worker" and message.view is None
+        may_join_again = message.role == "worker" and message.view is None and self.ended_together
         before = self._job.members.holder("worker", message.rank)
-        has_ended = self.state in ("confirming", "running") and self.ended_together
-        if before is None or not (is_new and has_ended and generations.is_of_process(message, before)):
+        if before is None or not (may_join_again and generations.is_of_process(message, before)):
             return []
         return departures.on_leave(self._job, before, now)
 
@@ -322,12 +332,11 @@ class Membership:
         node.rates.update(message.load, now)
         if node.role == "server":
             job.stragglers.report(node.peer, message.late)
-        elif 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity
-            self.step = int(step)
-        if node.role == "worker":
-            self._stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
+        else:
+            job.stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
+            if 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity
+                self.step = int(step)
         if self.state == "recovering":  # no watermark begins before all workers have returned
-            job.members.report(node, message.watermark)
             return [Send(node.peer, HeartbeatReply(incarnation=self._incarnation))]
         node.epoch = min(message.epoch, self.epoch)
         job.members.report(node, message.watermark if node.epoch >= job.views.admitted else 0)
@@ -341,15 +350,15 @@ class Membership:
         # A view may be lost with its connection.
         if node.epoch < self.epoch and self.state == ("confirming" if node.role == "server" else "running"):
             return [*sends, job.send_view(node)]
-        return sends + job.confirm()
+        return sends + job.confirm(now)
 
     def _on_ended(self, message: Ended, now: float) -> list[Send]:
         if message.role == "worker" and (sends := self._job.on_process_ended(message.rank)):
             return sends
-        for node in self._job.members.alive():
-            if (node.role, node.rank, node.register.host) == (message.role, message.rank, message.host):
-                return departures.on_lost(self._job, node, now, "its process has ended", has_ended=True)
-        return []
+        node = self._job.members.holder(message.role, message.rank)
+        if node is None or node.register.host != message.host:
+            return []
+        return departures.on_lost(self._job, node, now, "its process has ended", has_ended=True)
 
     def _excuse(self, late_seconds: float, now: float) -> None:
         """Extends leases and the deadlines of barriers by the time in which this scheduler received nothing.

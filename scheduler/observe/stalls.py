@@ -72,6 +72,8 @@ class Stalls:
             return ""
         self._next_look = now + LOOK_SECONDS
         self.longest = self._stalled(ranks, now)
+        if not self.longest:
+            self._last_text = ""  # the next stall is another one, though it may read the same
         text = self.text(ranks, now) if self.longest and now >= self._next_text else ""
         if not text or text == self._last_text:
             return ""

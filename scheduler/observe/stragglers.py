@@ -36,7 +36,7 @@ class Stragglers:
         self._workers = workers
         self.barriers = Lateness()
         self._baselines: dict[bytes, tuple[Mapping[int, float], Mapping[int, float]]] = {}
-        """The first report of each server, and what servers had waited before it came."""
+        """The first report of each server that is there, and what servers had waited before it came."""
         self._waited: dict[int, float] = {}
         """How long servers have waited, by rank."""
         self._window_began = 0.0
@@ -56,6 +56,10 @@ class Stragglers:
         for rank, seconds in late.items():
             waited = before.get(rank, 0.0) + seconds - first.get(rank, unreported)
             self._waited[rank] = max(self._waited.get(rank, 0.0), waited)
+
+    def forget(self, server: bytes) -> None:
+        """A server is gone. What it has waited still counts."""
+        self._baselines.pop(server, None)
 
     def seconds(self) -> dict[int, float]:
         """Returns how long others have waited, by rank.

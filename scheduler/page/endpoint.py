@@ -12,20 +12,17 @@ import time
 from concurrent.futures import Future
 from functools import partial
 from http import HTTPStatus
-from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 
 from zenps.config.settings import StatusConfig
-from zenps.observe.http_server import Endpoint, Handler, listen
+from zenps.observe.http_server import Endpoint, Handler
 from zenps.wire.scheduler_messages import Status
 from zenps.wire.status import to_tree
 
-FRESH_SECONDS: Final = 0.25
-"""How long one status answers all readers. However many readers there are, the loop makes at most four a
-second."""
+from ..membership.tracker import FRESH_SECONDS
 
 PATIENCE_SECONDS: Final = 2.0
 """How long a reader waits for the loop, which answers ten times a second."""
@@ -55,48 +52,42 @@ class Page(Endpoint):
     """
 
     def __init__(self, config: StatusConfig) -> None:
-        self._mailbox = _Mailbox()
-        handler = partial(_PageHandler, self._mailbox, _files())
-        super().__init__(listen("status", config.host, config.port, handler))
+        self._question: Future[Status] | None = None
+        """The latest. All readers that come before its answer, or soon after that, share it."""
+        self._fresh_until = 0.0
+        self._encoded: tuple[Status | None, bytes] = (None, b"")
+        self._lock = threading.Lock()
+        """Guards these between readers. The loop does not take it."""
+        handler = partial(_PageHandler, self, _files())
+        super().__init__("status", config.host, config.port, handler)
 
     @property
-    def has_questions(self) -> bool:
-        """True if a reader waits for :meth:`answer`."""
-        return self._mailbox.has_questions
+    def has_question(self) -> bool:
+        """True if readers wait for :meth:`answer`."""
+        return self._question is not None and not self._question.done()
 
     def answer(self, status: Status) -> None:
         """Gives the status to the readers that wait for it; called by the scheduler's loop."""
-        self._mailbox.answer(status)
-
-
-class _Mailbox:
-    """Hands the status from the scheduler's loop to the threads of readers."""
-
-    def __init__(self) -> None:
-        self._questions: SimpleQueue[Future[Status]] = SimpleQueue()
-        self._reading = threading.Lock()
-        self._json = b""
-        self._fresh_until = 0.0
+        question = self._question
+        if question is not None and not question.done():
+            self._fresh_until = time.monotonic() + FRESH_SECONDS
+            question.set_result(status)
 
     def read(self) -> bytes:
-        """Returns the status as JSON. Raises :class:`TimeoutError` if the loop does not answer."""
-        with self._reading:
-            if time.monotonic() > self._fresh_until:
-                question: Future[Status] = Future()
-                self._questions.put(question)
-                self._json = msgspec.json.encode(to_tree(question.result(PATIENCE_SECONDS)))
-                self._fresh_until = time.monotonic() + FRESH_SECONDS
-            return self._json
+        """Returns the status as JSON; called by the threads of readers.
 
-    @property
-    def has_questions(self) -> bool:
-        """See :attr:`Page.has_questions`."""
-        return not self._questions.empty()
-
-    def answer(self, status: Status) -> None:
-        """See :meth:`Page.answer`."""
-        while not self._questions.empty():
-            self._questions.get_nowait().set_result(status)
+        Raises:
+            TimeoutError: the loop does not answer.
+        """
+        with self._lock:
+            question = self._question
+            if question is None or (question.done() and time.monotonic() > self._fresh_until):
+                question = self._question = Future()
+        status = question.result(PATIENCE_SECONDS)
+        with self._lock:
+            if self._encoded[0] is not status:
+                self._encoded = status, msgspec.json.encode(to_tree(status))
+            return self._encoded[1]
 
 
 def _files() -> dict[str, _File]:
@@ -113,8 +104,8 @@ def _files() -> dict[str, _File]:
 
 
 class _PageHandler(Handler):
-    def __init__(self, mailbox: _Mailbox, files: dict[str, _File], *connection: Any) -> None:
-        self._mailbox, self._files = mailbox, files
+    def __init__(self, page: Page, files: dict[str, _File], *connection: Any) -> None:
+        self._page, self._files = page, files
         super().__init__(*connection)
 
     def do_GET(self) -> None:
@@ -135,7 +126,7 @@ class _PageHandler(Handler):
     def _send_status(self, kind: str, instead: bytes = b"") -> None:
         """Sends the status, or ``instead`` if the scheduler has answered with a status."""
         try:
-            status = self._mailbox.read()
+            status = self._page.read()
         except TimeoutError:
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the scheduler is busy")
         self._send(kind, instead or status)

@@ -17,6 +17,7 @@ from tests.scheduler.nodes import (
     server,
     worker,
 )
+from zenps.errors import GONE_ADVICE, LATE_ADVICE
 from zenps.scheduler.membership.actions import Send
 from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.scheduler_messages import Admit, Barrier, BarrierReply, Leave
@@ -66,7 +67,8 @@ def test_a_barrier_that_is_not_reached_names_who_is_missing() -> None:
     membership.on_message(worker(1), Barrier(4), 2.0)
     keep_alive(membership, DEADLINE_SECONDS, everybody)
     assert membership.on_tick(DEADLINE_SECONDS + 2) == []
-    error = "barrier 4: not reached within 30 s by worker 0 (host box, pid 0), worker 2 (host box, pid 2)"
+    missing = "worker 0 (host box, pid 0), worker 2 (host box, pid 2)"
+    error = f"barrier 4: not reached within 30 s by {missing}; {LATE_ADVICE}"
     sends = membership.on_tick(DEADLINE_SECONDS + 2.1)
     assert sends == [Send(worker(1), BarrierReply(4, error))]
     assert membership.state == "running"
@@ -80,7 +82,7 @@ def test_who_comes_late_to_a_barrier_that_has_failed_is_told_at_once() -> None:
     membership.on_message(worker(0), Barrier(1), 0.0)
     late = DEADLINE_SECONDS + 5
     keep_alive(membership, late, EVERYBODY)
-    reason = "barrier 1: not reached within 30 s by worker 1 (host box, pid 1)"
+    reason = f"barrier 1: not reached within 30 s by worker 1 (host box, pid 1); {LATE_ADVICE}"
     assert BarrierReply(1, reason) in [send.message for send in membership.on_tick(late)]
     membership.on_message(worker(0), Barrier(2), late)
     for _ in range(2):  # the first answer may be lost
@@ -133,7 +135,7 @@ def test_a_departure_ends_barriers_now_and_later() -> None:
     membership = running(workers=3)
     membership.on_message(worker(1), Barrier(1), 0.0)
     sends = membership.on_message(worker(0), Leave(), 1.0)
-    error = "barrier 1: worker 0 (host box, pid 0) left before it"
+    error = f"barrier 1: worker 0 (host box, pid 0) left before it; {GONE_ADVICE}"
     assert sent(sends, BarrierReply) == {worker(1): BarrierReply(1, error)}
     reply = only(membership.on_message(worker(2), Barrier(1), 2.0), worker(2))
     assert reply == BarrierReply(1, error)
@@ -146,6 +148,51 @@ def test_a_lost_node_ends_barriers_by_its_own_message_alone() -> None:
     assert sent(membership.on_tick(DEADLINE_SECONDS), BarrierReply) == {}
     keep_alive(membership, DEADLINE_SECONDS + 5, [worker(0), server(0), server(1)])
     assert membership.on_tick(DEADLINE_SECONDS + 6) == []
+
+
+def test_a_last_barrier_that_fails_fails_no_counted_one() -> None:
+    """Its number is above all others."""
+    membership = running()
+    membership.on_message(worker(0), Barrier(LAST_BARRIER), 0.0)
+    now = DEADLINE_SECONDS + 1
+    keep_alive(membership, now, EVERYBODY)
+    assert {*sent(membership.on_tick(now), BarrierReply)} == {worker(0)}
+    assert membership.on_message(worker(0), Barrier(1), now) == []
+    sends = membership.on_message(worker(1), Barrier(1), now)
+    assert sent(sends, BarrierReply) == dict.fromkeys([worker(0), worker(1)], BarrierReply(1, ""))
+
+
+def test_a_barrier_counts_how_long_others_waited_for_the_last_one() -> None:
+    """Also between two ticks, and however often those that wait repeat their messages."""
+    membership = running(workers=3)
+    for now in (1.0, 2.0, 3.0):
+        for number in (0, 1):
+            membership.on_message(worker(number), Barrier(1), now)
+    membership.on_message(worker(2), Barrier(1), 4.0)
+    assert membership.late_seconds() == {2: 3.0}
+
+
+def test_nobody_waits_at_a_barrier_for_which_a_worker_has_been_told_its_failure() -> None:
+    """A scheduler that was restarted had it open when a later one failed."""
+    membership = running()
+    membership.on_message(worker(0), Barrier(2), 0.0)
+    membership.on_message(worker(1), Barrier(1), 20.0)
+    now = DEADLINE_SECONDS + 1
+    keep_alive(membership, now, EVERYBODY)
+    membership.on_tick(now)
+    membership.on_message(worker(1), Barrier(1), now)
+    late = membership.late_seconds()
+    membership.on_tick(now + 5.0)
+    assert membership.late_seconds() == late
+
+
+def test_a_worker_that_is_gone_does_not_count_as_one_that_waited() -> None:
+    membership = running(workers=3, on_worker_loss="continue")
+    membership.on_message(worker(0), Barrier(1), 0.0)
+    membership.on_message(worker(1), Barrier(1), 3.0)
+    membership.on_message(worker(0), Leave(), 4.0)
+    membership.on_message(worker(2), Barrier(1), 5.0)
+    assert membership.late_seconds() == {2: 2.0}
 
 
 def test_barriers_are_for_workers_of_a_running_cluster() -> None:

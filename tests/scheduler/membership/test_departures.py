@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from tests.scheduler.nodes import (
@@ -24,8 +26,19 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
+from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.identity import public_identity
-from zenps.wire.scheduler_messages import Departed, Ended, Heartbeat, Leave, Refused, Status, Stop, View
+from zenps.wire.scheduler_messages import (
+    Barrier,
+    Departed,
+    Ended,
+    Heartbeat,
+    Leave,
+    Refused,
+    Status,
+    Stop,
+    View,
+)
 
 # ── workers ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -39,13 +52,14 @@ def test_a_lost_worker_fails_the_job_and_all_others_learn_its_name(lost: bytes, 
     others = [peer for peer in EVERYBODY if peer != lost]
     for peer in others:
         membership.on_message(peer, Heartbeat(0, {}), 8.0)
-    assert membership.on_tick(LEASE_SECONDS) == []
+    membership.on_message(lost, Heartbeat(0, {}), 0.5)
+    assert membership.on_tick(LEASE_SECONDS + 0.5) == []
     sends = membership.on_tick(11.0)
     assert_failed(membership, sends, others, lost=True)
     rank = int(lost[-1:])
     assert membership.failure == (
-        f"worker {rank} (host box, pid {rank}) is lost: silent for 11.0 s, its lease is 10 s"
-        "; its last step was 0"
+        f"worker {rank} (host box, pid {rank}) is lost: silent for 10.5 s, its lease is 10 s"
+        "; its last step was 0; see the log there"
     )
     # It was only stopped, and is told what it missed.
     told = only(membership.on_message(lost, Heartbeat(1, {}), 12.0), lost)
@@ -53,13 +67,19 @@ def test_a_lost_worker_fails_the_job_and_all_others_learn_its_name(lost: bytes, 
     refused = only(membership.on_message(b"new", register("worker"), 12.0), b"new")
     assert isinstance(refused, Refused)
     assert refused.kind == "lost"
+    for peer in others:
+        assert only(membership.on_message(peer, Heartbeat(1, {}), 12.0), peer) == told
+    # The scheduler need not wait for those that leave now.
+    for peer in others:
+        assert membership.on_message(peer, Leave(), 12.0) == []
+    assert membership.live("worker") + membership.live("server") == 0
 
 
 def test_the_loss_of_a_worker_names_its_last_step() -> None:
     membership = running()
     membership.on_message(worker(1), Heartbeat(1, {"step": 41.0}), 1.0)
     lose(membership, worker(1))
-    assert membership.failure.endswith("; its last step was 41")
+    assert membership.failure.endswith("; its last step was 41; see the log there")
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
@@ -70,6 +90,15 @@ def test_the_first_failure_is_the_one_that_is_reported() -> None:
     membership.on_tick(30.0)
     assert (membership.state, membership.failure) == ("failed", first)
     assert membership.live("worker") + membership.live("server") == 0
+
+
+def test_a_job_that_was_told_to_end_while_it_gathered_has_no_deadline_any_more() -> None:
+    membership = make_membership()
+    gather(membership, workers=[0], servers=1)
+    membership.abort("the scheduler was told to end")
+    keep_alive(membership, RENDEZVOUS_SECONDS, [worker(0), server(0)])
+    membership.on_tick(RENDEZVOUS_SECONDS + 1)
+    assert (membership.state, membership.failure) == ("failed", "the scheduler was told to end")
 
 
 def test_a_worker_that_leaves_is_announced_and_the_last_one_ends_the_job() -> None:
@@ -99,6 +128,76 @@ def test_a_worker_that_leaves_makes_a_view_of_the_same_ring() -> None:
     # The next ring knows of it, too.
     view = view_of(membership.on_message(server(1), Leave(), 2.0))
     assert (view.epoch, view.ring_epoch, view.left) == (3, 3, (0,))
+
+
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+def test_workers_that_leave_after_the_last_barrier_share_views(
+    on_worker_loss: Literal["fail", "continue"],
+) -> None:
+    """All leave at about the same time, and each view goes to all servers."""
+    membership = running(workers=6, on_worker_loss=on_worker_loss)
+    servers, last = [server(0), server(1)], [worker(4), worker(5)]
+    for number in range(6):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    assert membership.ended_together
+
+    def leave(number: int) -> list[Send]:
+        sends = membership.on_message(worker(number), Leave(), 2.0)
+        assert {*last, *servers} <= {*sent(sends, Departed)}
+        return sends
+
+    def present(view: View) -> list[int]:
+        return [member.rank for member in view.members if member.role == "worker"]
+
+    first = leave(0)
+    assert ({*sent(first, View)}, present(view_of(first))) == ({*servers}, [1, 2, 3, 4, 5])
+    for number in (1, 2, 3):
+        assert not sent(leave(number), View)
+    assert not sent(confirm(membership, [server(1)], 2.0), View)
+    sends = confirm(membership, [server(0)], 2.0)
+    assert ({*sent(sends, View)}, present(view_of(sends))) == ({*servers}, [4, 5])
+    assert (membership.state, membership.epoch) == ("confirming", 3)
+    sends = confirm(membership, servers, 2.0)
+    assert ({*sent(sends, View)}, membership.state) == ({*last}, "running")
+
+
+def test_workers_that_leave_before_the_last_barrier_are_told_of_at_once() -> None:
+    """Rounds may wait for them."""
+    membership = running(workers=4)
+    for number, left in enumerate([(0,), (0, 1), (0, 1, 2)]):
+        assert view_of(membership.on_message(worker(number), Leave(), 1.0)).left == left
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_what_is_known_of_servers_that_are_gone_does_not_grow(is_lost: bool) -> None:
+    """As where a server is started again and again, in a job of weeks."""
+    membership = running()
+    for number in range(2, 50):
+        now = 20.0 * number
+        membership.on_message(server(number), register("server", pid=50 + number), now)
+        membership.on_message(server(number), Heartbeat(1, {}, late={1: 0.0}), now)
+        membership.on_message(server(number), Heartbeat(1, {}, late={1: float(number)}), now)
+        if is_lost:
+            membership.on_ended(server(number), now)
+        else:
+            membership.on_message(server(number), Leave(), now)
+    assert membership.late_seconds() == {1: sum(range(2, 50))}
+    job = membership._job
+    assert len(list(job.members)) <= 5
+    assert len(job.stragglers._baselines) <= 5
+
+
+def test_a_server_that_comes_in_time_need_not_have_confirmed_by_then() -> None:
+    membership = running(servers=1)
+    lose(membership, server(0), now=20.0)
+    come, deadline = 19.0 + RENDEZVOUS_SECONDS, 21.0 + RENDEZVOUS_SECONDS
+    for now in range(20, int(come), 5):
+        keep_alive(membership, float(now), EVERYBODY[:2])
+    assert membership.on_message(server(1), register("server", pid=51), come) != []
+    membership.on_message(server(1), Heartbeat(0, {}), come)
+    keep_alive(membership, come, EVERYBODY[:2])
+    membership.on_tick(deadline)
+    assert membership.state == "confirming", membership.failure
 
 
 def test_a_worker_that_leaves_between_rendezvous_and_start_fails_the_job() -> None:
@@ -137,6 +236,7 @@ def test_the_others_take_the_slots_of_a_server_that_is_gone(gone: int, is_lost: 
     departed = sent(sends, Departed)
     assert {*departed} == {worker(0), worker(1), other}
     assert {(d.lost, d.member.rank) for d in departed.values()} == {(is_lost, gone)}
+    assert not any("step" in d.reason for d in departed.values())
     # Servers have the view first.
     views = sent(sends, View)
     assert {*views} == {other}
@@ -206,7 +306,7 @@ def test_without_another_server_the_job_fails(is_lost: bool) -> None:
     assert membership.state == "failed"
     assert sends == [Send(worker(0), Refused("lost", membership.failure))]
     assert membership.failure.startswith("server 0 (host box, pid")
-    assert membership.failure.endswith("is gone, and no other server came within 60 s")
+    assert membership.failure.endswith("is gone, and no other server came within 60 s; see the log there")
 
 
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────

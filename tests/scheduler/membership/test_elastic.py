@@ -16,6 +16,7 @@ from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
     BarrierReply,
+    Departed,
     Ended,
     FromScheduler,
     Heartbeat,
@@ -111,6 +112,10 @@ def admit(membership: Membership, peers: Iterable[bytes], now: float, since: int
     return sends
 
 
+def departures(sends: Sequence[Send], peer: bytes) -> list[Departed]:
+    return [send.message for send in sends if send.peer == peer and isinstance(send.message, Departed)]
+
+
 def ranks(view: View) -> list[int]:
     return [worker.rank for worker in view.workers]
 
@@ -119,7 +124,10 @@ def ranks(view: View) -> list[int]:
 
 
 def test_a_lost_worker_makes_a_view_without_it_and_the_ring_stays(running: Membership) -> None:
-    to_servers = views(lose(running, [WORKERS[1]]))
+    sends = lose(running, [WORKERS[1]])
+    for peer in (WORKERS[0], WORKERS[2], *SERVERS):
+        assert [(d.lost, d.member.rank) for d in departures(sends, peer)] == [(True, 1)]
+    to_servers = views(sends)
     assert running.state == "confirming"
     to_workers = confirm(running, LOST)
     assert to_servers.keys() == set(SERVERS)
@@ -130,8 +138,11 @@ def test_a_lost_worker_makes_a_view_without_it_and_the_ring_stays(running: Membe
 
 
 def test_a_worker_that_leaves_makes_such_a_view_too(running: Membership) -> None:
-    (view, _) = views(running.on_message(WORKERS[0], Leave(), 1.0)).values()
+    sends = running.on_message(WORKERS[0], Leave(), 1.0)
+    (view, _) = views(sends).values()
     assert (view.epoch, view.ring_epoch, ranks(view), view.left) == (2, 1, [1, 2], ())
+    for peer in (*WORKERS[1:], *SERVERS):
+        assert [(d.lost, d.member.rank) for d in departures(sends, peer)] == [(False, 0)]
 
 
 def test_two_that_are_lost_at_once(running: Membership) -> None:
@@ -160,6 +171,7 @@ def test_the_last_worker_may_leave(running: Membership) -> None:
         sends = running.on_message(peer, Leave(), 1.0)
     assert running.state == "draining"
     assert to(sends, SERVERS[0], Stop) == [Stop()]
+    assert [(d.lost, d.member.rank) for d in departures(sends, SERVERS[0])] == [(False, 2)]
 
 
 @pytest.mark.parametrize("had_come", [False, True])
@@ -262,7 +274,7 @@ def test_a_joining_worker_learns_that_the_job_has_ended(short: Membership) -> No
     sends = short.on_message(WORKERS[2], Leave(), LOST)
     (refused,) = to(sends, JOINING, Refused)
     assert isinstance(refused, Refused)
-    assert "the job has ended before it was admitted" in refused.reason
+    assert "the job has ended before it admitted this worker; start the worker again" in refused.reason
     assert short.state == "draining"
     assert not to(sends, JOINING, Stop)
 
@@ -296,7 +308,23 @@ def test_an_admission_resets_barriers_and_watermarks(short: Membership) -> None:
     short.on_message(WORKERS[0], Heartbeat(2, {}, {}, 5), LOST)
     beat(short, (WORKERS[2], JOINING), LOST, watermark=1)
     assert HeartbeatReply(1) in to(beat(short, [WORKERS[2]], LOST, watermark=1), WORKERS[2], HeartbeatReply)
+    assert HeartbeatReply(2) in to(beat(short, [WORKERS[0]], LOST, watermark=1), WORKERS[0], HeartbeatReply)
     assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
+
+
+def test_servers_count_watermarks_from_0_too_once_nobody_waits_for_admission_any_more(
+    short: Membership,
+) -> None:
+    beat(short, (WORKERS[0], WORKERS[2]), LOST, watermark=5)
+    admit(short, (WORKERS[0], WORKERS[2]), LOST)
+    assert HeartbeatReply(1) in to(beat(short, [SERVERS[0]], LOST), SERVERS[0], HeartbeatReply)
+
+
+def test_barriers_that_are_open_at_an_admission_are_not_those_after_it(short: Membership) -> None:
+    short.on_message(WORKERS[0], Barrier(1), LOST)
+    admit(short, (WORKERS[0], WORKERS[2]), LOST)
+    confirm(short, LOST)
+    assert short.on_message(WORKERS[2], Barrier(1), LOST) == []
 
 
 # ── recovery ────────────────────────────────────────────────────────────────────────────────────
@@ -352,6 +380,27 @@ def test_barriers_count_from_the_newest_admission(view: View) -> None:
     assert successor.on_message(WORKERS[0], Barrier(3), 0.0) == []
 
 
+def test_a_watermark_that_a_worker_counts_from_an_older_admission_does_not_count(view: View) -> None:
+    successor = make_membership()
+    older = msgspec.structs.replace(view, epoch=5, admitted=0)
+    for rank, peer in enumerate(SERVERS):
+        successor.on_message(peer, register("server", rank, rank, view), 0.0)
+    for rank, peer in enumerate(WORKERS):
+        own = msgspec.structs.replace(older if rank == 0 else view, rank=rank)
+        successor.on_message(peer, register("worker", rank, rank, own), 0.0)
+        beat(successor, [peer], 0.0, watermark=9, epoch=own.epoch)
+    assert successor.epoch == 9, "not all have the newest view"
+
+    def next_watermark(epoch: int, watermark: int) -> FromScheduler:
+        beat(successor, WORKERS[:1], 0.0, watermark, epoch)
+        beat(successor, WORKERS[1:], 0.0, watermark=9, epoch=8)
+        (reply,) = to(beat(successor, SERVERS[:1], 0.0), SERVERS[0], HeartbeatReply)
+        return reply
+
+    assert next_watermark(epoch=5, watermark=9) == HeartbeatReply(1)
+    assert next_watermark(epoch=9, watermark=3) == HeartbeatReply(4)
+
+
 def test_a_joining_worker_waits_for_the_restarted_scheduler(view: View) -> None:
     successor = come_back(view, {WORKERS[0]: 0, WORKERS[2]: 0})
     assert successor.on_message(JOINING, register("worker", 1, pid=7), 0.0) == []
@@ -362,6 +411,23 @@ def test_a_joining_worker_waits_for_the_restarted_scheduler(view: View) -> None:
     assert successor.on_message(JOINING, register("worker", 1, pid=7), LEASE_SECONDS + 5.1) == []
     admit(successor, (WORKERS[0], WORKERS[2]), LEASE_SECONDS + 5.1, since=6)
     assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[JOINING]) == [0, 1, 2]
+
+
+def test_a_new_worker_begins_no_other_job_while_elastic_workers_can_go_on(view: View) -> None:
+    successor = come_back(view, {WORKERS[0]: 0, WORKERS[2]: 0})
+    successor.on_message(JOINING, register("worker", 1, pid=7), LATE)
+    beat(successor, (WORKERS[0], WORKERS[2], *SERVERS), LATE, epoch=8)
+    successor.on_tick(LEASE_SECONDS + 5.1)
+    assert (successor.state, successor.epoch) == ("confirming", 9)
+    assert ranks(confirm(successor, LEASE_SECONDS + 5.1)[WORKERS[0]]) == [0, 2]
+
+
+def test_servers_get_no_view_without_workers_while_the_next_elastic_workers_may_come() -> None:
+    membership = make_running(rejoin_seconds=30.0)
+    for peer in WORKERS:
+        sends = membership.on_message(peer, Leave(), 1.0)
+    assert membership.state == "draining"
+    assert views(sends) == {}
 
 
 def test_workers_that_have_joined_again_continue_without_one_as_the_first_did() -> None:

@@ -31,6 +31,7 @@ from zenps.wire.scheduler_messages import (
     Barrier,
     Departed,
     Drain,
+    DrainReply,
     Ended,
     Heartbeat,
     Leave,
@@ -66,6 +67,8 @@ def test_a_newer_generation_replaces_all_workers() -> None:
     assert only(membership.on_message(worker(0), Heartbeat(1, {}), 3.0), worker(0)) == WhoAreYou()
     refused = only(membership.on_message(worker(0), register("worker", 0), 3.0), worker(0))
     assert refused == Refused("lost", "torchrun has restarted the workers")
+    elsewhere = register("worker", 0, host="elsewhere")
+    assert only(membership.on_message(b"elsewhere", elsewhere, 3.0), b"elsewhere") == refused
 
 
 def on_two_hosts() -> Membership:
@@ -99,6 +102,7 @@ def test_agents_count_restarts_each_for_themselves(is_lost: bool, first: int) ->
     assert membership.state == "gathering"
     sends = membership.on_message(b"new-%d" % (1 - first), new[1 - first], now)
     if not sends:  # the newer count has replaced the older: that worker is asked, and registers again
+        assert not is_lost
         assert only(membership.on_message(b"new-0", Heartbeat(0, {}), now), b"new-0") == WhoAreYou()
         sends = membership.on_message(b"new-0", new[0], now)
     view = view_of(sends)
@@ -143,6 +147,37 @@ def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
     assert refused.kind == "usage"
 
 
+def test_no_worker_takes_the_rank_of_one_that_trains() -> None:
+    membership = running(restarts=2)
+    refused = only(membership.on_message(b"new-0", register("worker", 0, 70, restarts=2), 2.0), b"new-0")
+    assert isinstance(refused, Refused)
+    assert (refused.kind, membership.state) == ("usage", "running")
+
+
+def test_elastic_workers_go_on_until_one_that_takes_the_rank_of_one_that_left_is_admitted() -> None:
+    membership = running(restarts=2, on_worker_loss="continue")
+    membership.on_message(worker(0), Leave(), 1.0)
+    confirm(membership, [server(0), server(1)], now=1.0)
+    assert membership.on_message(b"new-0", register("worker", 0, 70, restarts=2), 2.0) == []
+    assert (membership.state, membership.live("worker")) == ("running", 1)
+
+
+def test_the_next_workers_have_stalls_of_their_own_which_are_named_although_they_are_the_same() -> None:
+    membership = running(restarts=1)
+    waiting = Heartbeat(1, {}, waits_for="tensor 'x', step 12", waited_seconds=70.0)
+    membership.on_message(worker(0), waiting, 100.0)
+    membership.on_message(server(0), Heartbeat(1, {}), 100.0)
+    named = membership.stall(100.0)
+    assert "rank 0: tensor 'x', step 12; rank 1: nothing" in named
+    assert membership.stalled(100.0) == [(0, "tensor 'x', step 12", 70.0)]
+    start(membership, 1, 200.0)
+    confirm(membership, [server(0), server(1)], now=200.0)
+    membership.stall(200.0)
+    assert (membership.status(200.0).stall, membership.stalled(200.0)) == ("", [])
+    membership.on_message(b"new-0", waiting, 300.0)
+    assert membership.stall(300.0) == named
+
+
 def test_a_newer_generation_comes_while_the_first_one_gathers() -> None:
     membership = make_membership()
     membership.on_message(worker(0), register("worker", 0), 0.0)
@@ -152,8 +187,11 @@ def test_a_newer_generation_comes_while_the_first_one_gathers() -> None:
     assert (view.epoch, [m.pid for m in view.workers]) == (1, [70, 71])
 
 
-def test_a_lost_worker_is_waited_for_while_restarts_are_left() -> None:
-    membership = running(restarts=1)
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
+def test_a_lost_worker_is_waited_for_while_restarts_are_left(
+    on_worker_loss: Literal["fail", "continue"],
+) -> None:
+    membership = running(restarts=1, on_worker_loss=on_worker_loss)
     sends = lose(membership, worker(0))
     assert {d.lost for d in sent(sends, Departed).values()} == {True}
     ((peer, refused),) = sent(sends, Refused).items()
@@ -163,7 +201,7 @@ def test_a_lost_worker_is_waited_for_while_restarts_are_left() -> None:
     # That was the last time.
     confirm(membership, [server(0), server(1)], now=21.0)
     lose(membership, b"new-0", now=40.0)
-    assert membership.state == "failed"
+    assert membership.state == ("failed" if on_worker_loss == "fail" else "confirming")
 
 
 def test_a_worker_that_missed_the_reason_of_a_restart_is_told_it() -> None:
@@ -245,13 +283,24 @@ def test_servers_wait_longer_for_workers_that_have_not_reached_the_end() -> None
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
 
 
-def test_workers_come_back_after_all_have_left() -> None:
+@pytest.mark.parametrize("generation", [0, 1])  # another agent than theirs may have counted the restart
+def test_workers_come_back_after_all_have_left(generation: int) -> None:
     membership = running(restarts=2)
     for number in (0, 1):
         membership.on_message(worker(number), Leave(), 1.0)
     keep_alive(membership, 9.0, [server(0), server(1)])
-    assert {*sent(start(membership, 1, 9.0), View)} == {server(0), server(1)}
+    sends = start(membership, generation, 9.0, restarts=1)
+    assert {*sent(sends, View)} == {server(0), server(1)}
     assert {*sent(confirm(membership, [server(0), server(1)], now=9.0), View)} == {b"new-0", b"new-1"}
+
+
+def test_a_worker_that_torchrun_has_not_started_again_is_refused_after_all_have_left() -> None:
+    membership = running(restarts=2)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    refused = only(membership.on_message(b"another", register("worker"), 2.0), b"another")
+    assert isinstance(refused, Refused)
+    assert refused.kind == "usage"
 
 
 def test_the_last_server_is_gone_while_workers_may_be_started_again() -> None:
@@ -333,6 +382,7 @@ def all_left(rejoin_seconds: float = REJOIN_SECONDS) -> tuple[Membership, list[S
 def test_workers_that_have_left_join_again() -> None:
     membership, sends = all_left()
     assert sent(sends, Stop) == {}
+    assert [d.member.rank for d in (s.message for s in sends) if isinstance(d, Departed)].count(1) == 2
     assert sent(sends, View)[server(0)].left == (0, 1), "a restarted scheduler will learn it from servers"
     keep_alive(membership, 9.0, [server(0), server(1)])
     view = view_of(start(membership, 0, 9.0))
@@ -341,6 +391,13 @@ def test_workers_that_have_left_join_again() -> None:
     # Barriers are counted from 1 again, and so is the last one.
     assert membership.on_message(b"new-0", Barrier(1), 9.0) == []
     assert not membership.ended_together
+
+
+def test_a_server_that_comes_waits_with_the_others_for_workers_that_join_again() -> None:
+    membership, _ = all_left()
+    assert membership.on_message(server(2), register("server", pid=52), 2.0) == []
+    assert membership.state == "draining"
+    assert [m.pid for m in view_of(start(membership, 0, 3.0)).servers] == [50, 51, 52]
 
 
 def test_servers_stop_when_no_worker_joins_again_in_time() -> None:
@@ -352,6 +409,7 @@ def test_servers_stop_when_no_worker_joins_again_in_time() -> None:
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
     refused = only(membership.on_message(b"late", register("worker", 0), 42.0), b"late")
     assert isinstance(refused, Refused)
+    assert membership.state == "draining"
     assert (refused.kind, "all its workers have left" in refused.reason) == ("usage", True)
 
 
@@ -413,6 +471,11 @@ def test_the_registration_of_one_that_joins_again_may_come_before_its_leave(
     assert [member.pid for member in view.workers] == [0, 1]
 
 
+def test_the_others_hear_that_one_has_left_which_registers_again_before_its_leave() -> None:
+    sends = ended().on_message(b"new-1", register("worker", 1, pid=1), 1.0)
+    assert {*sent(sends, Departed)} == {worker(0), server(0), server(1)}
+
+
 @pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
 def test_another_process_ends_no_worker_that_trains(on_worker_loss: Literal["fail", "continue"]) -> None:
     """A container that replaces another has its host name, process number and rank; both may run."""
@@ -422,9 +485,64 @@ def test_another_process_ends_no_worker_that_trains(on_worker_loss: Literal["fai
     assert membership.live("worker") == 2
 
 
+@pytest.mark.parametrize("who", ["a server", "another process", "without a rank", "with a view"])
+def test_after_the_last_barrier_too_only_the_same_worker_that_joins_again_has_left(who: str) -> None:
+    """A container in the network of its machine has that machine's name, and its process is number 1."""
+    membership = ended()
+    message = {
+        "a server": register("server", 0, pid=0),
+        "another process": register("worker", 0, pid=70),
+        "without a rank": register("worker", -1, pid=0),
+        "with a view": register("worker", 0, pid=0),
+    }[who]
+    if who == "with a view":
+        node = membership._job.members.get(worker(0))
+        assert node is not None
+        message = msgspec.structs.replace(message, view=membership._job.views.view_for(node))
+    sends = membership.on_message(b"new", message, 1.0)
+    assert isinstance(only(sends, b"new"), Refused)
+    assert membership.live("worker") == 2
+
+
 def test_without_the_setting_servers_stop_at_once() -> None:
     membership, sends = all_left(rejoin_seconds=0.0)
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
     refused = only(membership.on_message(b"new-0", register("worker", 0), 2.0), b"new-0")
     assert isinstance(refused, Refused)
     assert (refused.kind, "cluster.rejoin_seconds" in refused.reason) == ("usage", True)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("registered", [0, 1])
+def test_a_server_that_is_being_drained_stays_if_the_other_is_gone_before_the_new_workers(
+    registered: int, leaves: bool
+) -> None:
+    """The servers have not confirmed the view without it when torchrun restarts the workers."""
+    membership = running()
+    assert membership.on_message(b"admin client", Drain(0), 1.0)
+    new = [register("worker", number, 70 + number, generation=1) for number in (0, 1)]
+    sends = membership.on_message(b"new-0", new[0], 2.0)
+    if registered:
+        keep_alive(membership, 15.0, [server(0), b"new-0"])
+    if leaves:
+        sends = membership.on_message(server(1), Leave(), 15.0)
+    else:
+        keep_alive(membership, 15.0, [server(0), b"new-0"])
+        sends = membership.on_tick(2.5 + 2 * LEASE_SECONDS)
+    refused = only(sends, b"admin client")
+    assert isinstance(refused, DrainReply)
+    assert refused.error == "the other servers are gone; start another first"
+    view = view_of(membership.on_message(b"new-1", new[1], 20.0))
+    assert [(m.role, m.rank) for m in view.servers] == [("server", 0)]
+
+
+def test_it_also_stays_if_the_other_is_lost_once_all_workers_have_left() -> None:
+    membership = running(restarts=1)
+    membership.on_message(b"admin client", Drain(0), 1.0)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 2.0)
+    assert membership.state == "draining"
+    refused = only(membership.on_message(server(1), Leave(), 3.0), b"admin client")
+    assert isinstance(refused, DrainReply)
+    view = view_of(start(membership, 1, 4.0))
+    assert [(m.role, m.rank) for m in view.servers] == [("server", 0)]

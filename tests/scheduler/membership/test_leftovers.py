@@ -63,6 +63,20 @@ def test_a_whole_new_set_of_nodes_begins_another_job(first: int) -> None:
     assert_begins(after, sends, 1.0)
 
 
+def test_nodes_that_registered_before_count_before_they_have_registered_again() -> None:
+    before, after = Nodes(), make_membership()
+    come(after, [*NEW][:3])
+    before.come(after, [server(0)])
+    assert_begins(after, come(after, [*NEW][3:]))
+
+
+def test_servers_alone_begin_no_other_job() -> None:
+    before, after = Nodes(), make_membership()
+    before.come(after, [server(0)])
+    come(after, [server(10), server(11), worker(10)])
+    assert after.state == "recovering"
+
+
 @pytest.mark.parametrize("is_running", [False, True])
 def test_what_is_left_over_is_refused_whenever_it_comes(is_running: bool) -> None:
     before, after = Nodes(), make_membership()
@@ -99,6 +113,7 @@ def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_t
     refused = sent(sends, Refused)
     assert refused.keys() == NEW.keys() - {server(10), server(11)}
     assert "the cluster is complete" in refused[worker(10)].reason
+    assert after.on_tick(2.0) == [], "they have been told"
 
 
 @pytest.mark.parametrize("worker_returns", [False, True])
@@ -120,6 +135,18 @@ def test_new_nodes_begin_when_the_old_job_cannot_go_on(worker_returns: bool) -> 
     )
     assert all(gone in refusal.reason for refusal in refused.values())
     assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
+
+
+def test_new_nodes_begin_when_no_worker_of_the_old_job_is_left() -> None:
+    before, after = Nodes(), make_membership()
+    for peer in (server(0), server(1)):
+        over = msgspec.structs.replace(before.views[peer], left=(0, 1))
+        after.on_message(peer, msgspec.structs.replace(before.again(peer), view=over), ENOUGH_SECONDS - 1)
+    come(after, [worker(10)], ENOUGH_SECONDS - 1)
+    keep_alive(after, 2 * ENOUGH_SECONDS - 1, [server(0), server(1)])
+    come(after, [worker(10)], 2 * ENOUGH_SECONDS - 1)
+    assert {*sent(after.on_tick(2 * ENOUGH_SECONDS), Refused)} == {server(0), server(1)}
+    assert after.state == "gathering"
 
 
 def test_new_nodes_have_their_own_rendezvous() -> None:
@@ -272,6 +299,17 @@ def test_views_of_nodes_that_are_gone_are_forgotten() -> None:
     living.come(after, living.registers, LEASE_SECONDS + 1)
     assert len(recovery._views) == 1
     assert (after.state, after.epoch) == ("running", 1)
+
+
+def test_views_of_nodes_that_are_there_are_kept_and_those_without_a_view_wait() -> None:
+    dead, living = dead_and_living()
+    after = make_membership(incarnation=3)
+    assert come(after, [worker(10)]) == []  # a new process: it has the name of one of the living job
+    dead.come(after, [server(0)])
+    living.come(after, [server(10)])
+    assert come(after, [worker(11)]) == []
+    after.on_tick(1.0)
+    assert {*after._job.recovery._views} == {1, 2}
 
 
 def test_nodes_that_are_left_over_and_silent_are_not_waited_for() -> None:

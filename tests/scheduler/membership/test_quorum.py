@@ -10,11 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.membership.test_recovery import ENOUGH_SECONDS
-from tests.scheduler.nodes import LEASE_SECONDS, SETTINGS, confirm, only, register, sent, server, worker
+from tests.scheduler.nodes import (
+    LEASE_SECONDS,
+    SETTINGS,
+    confirm,
+    only,
+    register,
+    running,
+    sent,
+    server,
+    worker,
+)
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.members import Members
 from zenps.scheduler.membership.quorum import is_quorum
 from zenps.scheduler.membership.tracker import Membership
+from zenps.scheduler.membership.views import Views
 from zenps.wire.scheduler_messages import Ended, Heartbeat, Member, Refused, Register, View, WhoAreYou
 
 SECRET = b"the scheduler's secret key"
@@ -128,9 +140,28 @@ def test_a_scheduler_ends_the_job_if_those_it_misses_may_continue_it(lost: list[
     sends = silence(membership, *lost, now=LEASE_SECONDS + 1)
     assert (membership.state != "failed") == does
     if not does:
-        assert "lost at once: " in membership.failure
+        missing = membership.failure.partition("lost at once: ")[2]
+        assert [missing.find(f"{peer.decode().replace('-', ' ')} (") >= 0 for peer in registers()] == [
+            peer in lost for peer in registers()
+        ]
         assert "another scheduler may have these" in membership.failure
         assert isinstance(only_to(sends, worker(0)), Refused)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_torchrun_starts_all_workers_again_however_many_are_lost_at_once(restarts: int) -> None:
+    """No other scheduler has those that torchrun has ended."""
+    membership = running(WORKERS, SERVERS, restarts=restarts, on_worker_loss="continue")
+    silence(membership, worker(1), worker(2), worker(3), server(1), now=LEASE_SECONDS + 1)
+    assert membership.state == ("gathering" if restarts else "failed")
+
+
+def test_workers_that_are_not_elastic_need_no_quorum() -> None:
+    membership = scheduler("fail")
+    run(membership)
+    silence(membership, worker(1), worker(2), worker(3), server(1), now=LEASE_SECONDS + 1)
+    assert membership.failure.startswith("worker 1 (host box, pid 1) is lost: silent for")
+    assert "another scheduler" not in membership.failure
 
 
 def only_to(sends: Sequence[Send], peer: bytes) -> object:
@@ -208,6 +239,26 @@ def test_a_node_with_a_view_of_another_scheduler_ends() -> None:
     assert "view 1 of another scheduler" in refused.reason
 
 
+def view(epoch: int, incarnation: int) -> View:
+    return View(epoch, 0, (), (), b"", epoch, incarnation=incarnation)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "incarnation", "is_of_another"),
+    [(5, 6, False), (4, 6, False), (4, 8, False), (5, 8, True), (6, 6, True), (9, 7, False), (6, 0, False)],
+)
+def test_a_view_is_of_another_scheduler_unless_this_one_has_made_it_or_continues_it(
+    epoch: int, incarnation: int, is_of_another: bool
+) -> None:
+    views = Views(Members(), True, b"", 7)
+    views.restore(view(5, 6))
+    assert views.is_of_another(view(epoch, incarnation)) == is_of_another
+
+
+def test_a_scheduler_without_an_incarnation_knows_of_no_other() -> None:
+    assert not Views(Members(), True, b"", 0).is_of_another(view(1, 8))
+
+
 def test_views_of_one_epoch_by_two_schedulers_give_way_to_a_third() -> None:
     """Whichever comes first counts. It may be that of one that is gone, and all take the next."""
     ours, theirs = (
@@ -239,6 +290,15 @@ def test_a_forged_view_of_a_huge_epoch_is_not_the_newest(on_worker_loss: str) ->
     assert (after.state, after.epoch) == ("running", 1)
 
 
+def test_a_member_with_a_forged_view_is_not_taken_for_one_of_another_scheduler() -> None:
+    membership = Membership("job", ClusterConfig(workers=4, servers=2), SETTINGS, 0.0, SECRET, incarnation=1)
+    message = run(membership)[worker(3)]
+    assert message.view is not None
+    forged = msgspec.structs.replace(message.view, epoch=9, incarnation=2)
+    assert membership.on_message(worker(3), msgspec.structs.replace(message, view=forged), 1.0) == []
+    assert membership.live("worker") == 4
+
+
 def test_views_of_another_secret_are_not_genuine() -> None:
     returning = run(scheduler(secret=b"of another job"))
     after = scheduler(secret=SECRET)
@@ -253,3 +313,39 @@ def test_a_restarted_scheduler_that_has_all_workers_may_lose_all_servers() -> No
     sends = silence(membership, server(0), server(1), now=ENOUGH_SECONDS + LEASE_SECONDS + 1)
     assert membership.state != "failed", membership.failure
     assert not sent(sends, Refused)
+
+
+def test_a_restarted_scheduler_needs_a_quorum_until_it_has_made_a_view() -> None:
+    """The earlier one may still run: that it would have no quorum is not enough."""
+    returning = run(scheduler())
+    membership = scheduler()
+    assert continues(membership, returning, list(returning))
+    assert membership.epoch == 1
+    silence(membership, worker(2), worker(3), server(1), now=ENOUGH_SECONDS + LEASE_SECONDS + 1)
+    assert membership.state == "failed"
+
+
+def test_a_view_that_most_have_is_the_base_also_if_the_next_one_follows_no_loss() -> None:
+    membership = scheduler()
+    returning = run(membership)
+    silence(membership, worker(3), now=LEASE_SECONDS + 1)
+    here = [peer for peer in returning if peer != worker(3)]
+    confirm(membership, here, now=LEASE_SECONDS + 2)
+    membership.on_message(server(2), register("server", pid=60), LEASE_SECONDS + 2)
+    assert membership.epoch == 3
+    left = [worker(0), worker(2), server(2)]
+    for peer in left:  # nobody has view 3 yet
+        membership.on_message(peer, Heartbeat(2, {}), 2 * LEASE_SECONDS + 2)
+    membership.on_tick(2 * LEASE_SECONDS + 3)
+    assert membership.state == "confirming", membership.failure
+
+
+def test_those_that_have_ended_need_not_have_a_view_for_it_to_be_the_base() -> None:
+    """Those that are lost here are half of its workers and all of its servers, and may have it."""
+    membership = scheduler()
+    run(membership)
+    for rank in (2, 3):
+        membership.on_message(b"status-1", Ended("worker", rank, "box"), 1.0)
+    confirm(membership, [worker(0), server(0)])
+    silence(membership, worker(1), server(0), server(1), now=LEASE_SECONDS + 1)
+    assert membership.state == "failed"

@@ -27,6 +27,7 @@ from tests.scheduler.nodes import (
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
 from zenps.scheduler.membership.tracker import Membership
+from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.scheduler_messages import (
     Barrier,
     BarrierReply,
@@ -114,6 +115,24 @@ def test_a_scheduler_with_other_settings_answers_no_member() -> None:
     assert "sync.partition is 'parallel' here and 'balanced' there; start the scheduler" in after.mistaken
 
 
+def test_settings_of_a_worker_that_is_no_member_do_not_end_the_scheduler() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [server(0)])
+    new = register("worker", changed={"sync.partition": "parallel"}, pid=70)
+    assert after.on_message(worker(7), new, 0.0) == []
+    assert after.mistaken == ""
+
+
+def test_answers_to_heartbeats_name_the_scheduler_that_gives_them() -> None:
+    nodes, after = Nodes(incarnation=1), make_membership(incarnation=2)
+    for peers in ([worker(0)], EVERYBODY[1:]):  # while it recovers, and afterwards
+        nodes.come(after, peers)
+        reply = to(after.on_message(worker(0), Heartbeat(1, {}, incarnation=2), 1.0), worker(0))[0]
+        assert isinstance(reply, HeartbeatReply)
+        assert reply.incarnation == 2
+    assert after.state == "running"
+
+
 @pytest.mark.parametrize("message", [Heartbeat(1, {}), Barrier(3)])
 def test_unknown_nodes_are_asked_to_register(message: ToScheduler) -> None:
     nodes, after = Nodes(), make_membership()
@@ -145,11 +164,14 @@ def test_no_watermark_begins_while_workers_are_missing() -> None:
     assert (after.state, watermark(worker(0), 7), watermark(worker(1), 6)) == ("running", 1, 7)
 
 
-def test_a_node_that_had_not_heard_of_its_membership_is_known_by_its_process() -> None:
+@pytest.mark.parametrize("members", [*itertools.permutations([worker(0), server(0), server(1)])])
+def test_a_node_that_had_not_heard_of_its_membership_is_known_by_its_process(
+    members: Sequence[bytes],
+) -> None:
     nodes = Nodes()
     nodes.views.pop(worker(1))  # lost with the scheduler
     after = make_membership()
-    sends = nodes.come(after, [server(0), server(1), worker(0), worker(1)])
+    sends = nodes.come(after, [*members, worker(1)])
     # Not all have the view: so there is another.
     assert (after.state, after.epoch) == ("confirming", 2)
     assert {*sent(sends, View)} == {server(0), server(1)}
@@ -215,6 +237,27 @@ def test_a_worker_does_not_return_as_another_whose_process_it_claims_to_be() -> 
     assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
 
 
+def test_a_rank_has_one_member() -> None:
+    """The second is a copy of the first, or lies."""
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [worker(0)])
+    after.on_message(worker(9), nodes.again(worker(0)), 0.0)
+    assert [after.name_of(peer) for peer in (worker(0), worker(9))] == ["worker-0", ""]
+
+
+def test_an_older_view_does_not_replace_a_newer_one_because_it_has_identities() -> None:
+    nodes = Nodes()
+    old = {server(1): nodes.views[server(1)]}
+    nodes.hear(nodes.before.on_message(server(2), register("server", pid=52), 1.0))
+    nodes.hear(confirm(nodes.before, map(server, range(3))))
+    nodes.views |= old
+    after = make_membership()
+    nodes.come(after, [worker(0), server(1)])
+    newest = after._job.recovery.newest
+    assert newest is not None
+    assert newest.epoch == 2
+
+
 def test_members_that_came_before_any_with_a_view_are_asked_again() -> None:
     nodes = Nodes()
     nodes.views.pop(worker(1))
@@ -237,6 +280,22 @@ def test_the_newest_view_counts() -> None:
     nodes.come(after, [server(2)])
     assert (after.state, after.epoch) == ("confirming", 3)
     assert slots(after) == {1: 2048, 2: 2048}
+
+
+def test_a_member_that_was_at_another_scheduler_meanwhile_brings_its_view() -> None:
+    nodes, after = Nodes(incarnation=1), make_membership(incarnation=3)
+    nodes.come(after, [worker(0), server(0)])
+    again = nodes.again(server(0))
+    assert again.view is not None
+    assert after.on_message(server(0), again, 1.0) == []
+    newer = msgspec.structs.replace(again.view, epoch=2, incarnation=2)
+    after.on_message(server(0), msgspec.structs.replace(again, view=newer), 2.0)
+    assert after._job.recovery.newest == newer
+    node = after._job.members.get(server(0))
+    assert node is not None
+    assert node.epoch == 2
+    nodes.come(after, [worker(1), server(1)], 3.0)
+    assert (after.state, after.epoch) == ("confirming", 3)
 
 
 def test_a_server_that_does_not_return_is_lost() -> None:
@@ -275,8 +334,17 @@ def test_a_worker_that_does_not_return_fails_the_job() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert_failed(after, after.on_tick(ENOUGH_SECONDS), here)
     assert after.failure == (
-        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted"
+        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted; "
+        "see the log there"
     )
+
+
+def test_members_have_as_long_to_return_as_the_first_that_has() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, [server(0)], now=50.0)
+    nodes.come(after, [server(0)], now=50.0 + LEASE_SECONDS / 2)
+    after.on_tick(50.0 + LEASE_SECONDS)
+    assert after.state == "recovering"
 
 
 def test_members_have_as_long_to_return_if_the_scheduler_was_stopped() -> None:
@@ -312,11 +380,24 @@ def test_workers_that_had_left_are_not_waited_for_and_stay_missed() -> None:
     assert nodes.come(after, [server(0), server(1), worker(1)]) == []
     assert (after.state, after.epoch) == ("running", 2)
     reply = only(after.on_message(worker(1), Barrier(1), 1.0), worker(1))
-    assert reply == BarrierReply(1, "barrier 1: worker 0 (host box, pid 0) left before it")
+    assert reply == BarrierReply(1, "barrier 1: worker 0 (host box, pid 0) left before it; see the log there")
     view = view_of(after.on_message(server(1), Leave(), 1.0))
     assert (view.left, [m.rank for m in view.workers]) == ((0,), [0, 1])
     sends = after.on_message(worker(1), Leave(), 2.0)
     assert (after.state, {*sent(sends, Stop)}) == ("draining", {server(0)})
+
+
+def test_a_scheduler_that_is_restarted_while_workers_leave_takes_none_of_them_for_lost() -> None:
+    nodes = Nodes(workers=5)
+    for number in range(5):
+        nodes.before.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    for number in range(3):
+        nodes.hear(nodes.before.on_message(worker(number), Leave(), 1.0))
+    nodes.confirm()  # the view that worker 0 has left; the next names the others
+    after = make_membership(workers=5)
+    nodes.come(after, [server(0), server(1), worker(3), worker(4)])
+    assert view_of(confirm(after, [server(0), server(1)])).left == (0, 1, 2)
+    assert (after.state, after.failure) == ("running", "")
 
 
 def test_a_worker_leaves_while_others_are_waited_for() -> None:

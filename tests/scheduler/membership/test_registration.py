@@ -82,12 +82,13 @@ def test_wanted_ranks_are_honoured_and_others_assigned_in_order(wanted: list[int
     assert [got[worker(number)].rank for number in range(3)] == given
 
 
-def test_a_taken_rank() -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_taken_rank(rank: int) -> None:
     membership = make_membership()
-    membership.on_message(worker(0), register("worker", 1, pid=7), 0.0)
-    refused = only(membership.on_message(worker(1), register("worker", 1), 0.0), worker(1))
+    membership.on_message(worker(0), register("worker", rank, pid=7), 0.0)
+    refused = only(membership.on_message(worker(1), register("worker", rank), 0.0), worker(1))
     assert refused == Refused(
-        "usage", "rank 1 is taken by worker 1 (host box, pid 7); give each worker its own"
+        "usage", f"rank {rank} is taken by worker {rank} (host box, pid 7); give each worker its own"
     )
     assert membership.live("worker") == 1
 
@@ -143,6 +144,10 @@ def test_settings_that_disagree_are_named() -> None:
     assert "sync.partition is 'parallel' here and 'balanced' there" in refused.reason
     assert "seed" not in refused.reason
     assert membership.live("worker") == 0
+    message = msgspec.structs.replace(message, settings={"sync.partition": "balanced"})
+    refused = only(membership.on_message(worker(0), message, 0.0), worker(0))
+    expected = "not the scheduler's settings: sync.seed is None here and 7 there; give all nodes the same"
+    assert refused == Refused("mismatch", expected)
 
 
 @pytest.mark.parametrize("name", ["cluster.workers", "sync.chunk_bytes"])
@@ -159,7 +164,9 @@ def test_a_server_that_plans_memory_for_others_is_refused(name: str) -> None:
     assert refused.kind == "mismatch"
     assert refused.reason.startswith(reason)
     limited = " (cluster.server_budget_bytes and cluster.workers limit it)"
-    assert refused.reason.endswith(limited) == (name == "sync.chunk_bytes")
+    advice = "; give all nodes the same"
+    assert refused.reason.endswith(advice)
+    assert refused.reason.removesuffix(advice).endswith(limited) == (name == "sync.chunk_bytes")
 
 
 def test_one_worker_too_many() -> None:
@@ -187,7 +194,7 @@ def test_no_server_joins_a_job_that_ends() -> None:
     membership.on_message(worker(0), Leave(), 1.0)
     refused = only(membership.on_message(server(2), register("server"), 1.0), server(2))
     assert isinstance(refused, Refused)
-    assert "complete with 2 server(s) and draining" in refused.reason
+    assert refused.reason.startswith("a worker has left this job, which ends when all its workers have left;")
 
 
 def test_a_second_register_of_a_node_is_ignored() -> None:

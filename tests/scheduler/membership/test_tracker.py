@@ -10,6 +10,7 @@ from tests.scheduler.nodes import (
     EVERYBODY,
     LEASE_SECONDS,
     SETTINGS,
+    confirm,
     keep_alive,
     make_membership,
     members,
@@ -21,9 +22,12 @@ from tests.scheduler.nodes import (
     worker,
 )
 from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.tracker import FRESH_SECONDS
 from zenps.wire.fields import LAST_BARRIER
 from zenps.wire.scheduler_messages import (
     Barrier,
+    Drain,
+    Ended,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -53,6 +57,17 @@ def test_nobody_is_lost_because_the_scheduler_was_stopped() -> None:
     assert membership.on_tick(15.0 + LEASE_SECONDS - 0.2) == []
     membership.on_tick(15.0 + LEASE_SECONDS)
     assert members(membership) == [worker(0)]
+
+
+@pytest.mark.parametrize(("late_seconds", "is_lost"), [(2.0, True), (3.0, False)])
+def test_only_a_scheduler_that_was_late_by_an_interval_of_heartbeats_extends_leases(
+    late_seconds: float, is_lost: bool
+) -> None:
+    """It hears those that send meanwhile: else the lateness of each tick would add up."""
+    membership = running()
+    membership.on_tick(5.0, late_seconds=late_seconds)
+    membership.on_tick(LEASE_SECONDS + 1.5)
+    assert (membership.state == "failed") == is_lost
 
 
 def test_a_node_that_was_heard_while_the_scheduler_was_late_has_one_lease() -> None:
@@ -166,6 +181,31 @@ def test_any_peer_may_ask_for_the_status() -> None:
     assert (waiting.rank, waiting.slots, waiting.silent_seconds, waiting.epoch) == (-1, 0, 1.0, 0)
 
 
+def test_who_asks_for_the_status_at_about_the_same_time_is_told_the_same() -> None:
+    def ask(now: float) -> Status:
+        (answer,) = membership.on_message(b"probe", StatusRequest(), now)
+        assert isinstance(answer.message, Status)
+        return answer.message
+
+    membership = running(workers=2, servers=2)
+    first = ask(2.0)
+    membership.on_message(worker(0), Heartbeat(1, {"rounds": 3.0}), 2.1)
+    assert ask(2.2) is first
+    *sends, reported = membership.on_message(b"launch", Ended("worker", 5, "box"), 2.2)
+    assert not sends
+    assert reported.message is first, "the end of a process that is no member changes nothing"
+    later = ask(2.0 + FRESH_SECONDS)
+    assert later.uptime_seconds == 2.0 + FRESH_SECONDS
+    assert {"rounds": 3.0} in [node.load for node in later.nodes]
+    *_, reported = membership.on_message(b"launch", Ended("server", 1, "box"), 2.3)
+    assert isinstance(reported.message, Status)
+    states = [(node.role, node.state) for node in reported.message.nodes]
+    assert states.count(("server", "lost")) == 1, "a change is told at once"
+    assert ask(2.3) is reported.message
+    confirm(membership, [server(0)], 2.4)
+    assert (ask(2.4).state, reported.message.state) == ("running", "confirming")
+
+
 def test_status_shows_every_node() -> None:
     membership = running(workers=2, servers=3)
     membership.on_message(worker(1), Heartbeat(1, {"rounds": 3.0}), 2.0)
@@ -203,3 +243,26 @@ def test_epochs_from_the_future_are_ignored() -> None:
     membership = running()
     membership.on_message(worker(0), Heartbeat(10, {}), 1.0)
     assert {node.epoch for node in membership.status(1.0).nodes if node.rank == 0} == {1}
+
+
+def test_a_status_has_the_age_of_the_scheduler_and_the_ring() -> None:
+    membership = make_membership(now=5.0)
+    assert membership.status(7.0).uptime_seconds == 2.0
+    assert len(running().status(0.0).owners) == 2 * 4096
+
+
+def test_servers_that_are_members_have_an_address() -> None:
+    membership = running()
+    membership.on_message(b"admin client", Drain(1), 1.0)
+    peers = (server(0), server(1), worker(0), b"unknown")
+    assert [*map(membership.server_address, peers)] == ["tcp://box:50", "tcp://box:51", "", ""]
+    membership.on_message(server(1), Leave(), 2.0)
+    assert membership.server_address(server(1)) == ""
+
+
+def test_a_status_has_the_rates_of_what_a_node_counts() -> None:
+    membership = running()
+    for now in (10.0, 12.0):
+        membership.on_message(worker(0), Heartbeat(1, {"step": 3 * now}), now)
+    rates = {node.rank: node.rates for node in membership.status(12.0).nodes if node.role == "worker"}
+    assert rates == {0: {"step": 3.0}, 1: {}}

@@ -43,6 +43,16 @@ def test_it_is_named_once_and_again_when_it_changes() -> None:
     assert named == [(100, False), (160, True)]
 
 
+def test_it_is_named_again_when_it_comes_again() -> None:
+    """The text is the same: it does not have the number of a barrier."""
+    stalls = Stalls(60.0)
+    for second in (100.0, 300.0):
+        stalls.report(0, "barrier", 70.0, second)
+        assert "rank 0: barrier; rank 1: nothing" in stalls.newly_named([0, 1], second)
+        stalls.report(0, "", 0.0, second + 50.0)
+        assert stalls.newly_named([0, 1], second + 50.0) == ""
+
+
 def test_without_a_limit_there_is_none() -> None:
     stalls = Stalls(0.0)
     stalls.report(0, "barrier", 1e9, 0.0)

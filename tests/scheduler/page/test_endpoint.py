@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tests.scheduler.nodes import running
 from zenps.config.settings import StatusConfig
 from zenps.errors import ConfigError
 from zenps.observe import http_server
+from zenps.scheduler.membership.tracker import FRESH_SECONDS
 from zenps.scheduler.page import endpoint as page
 from zenps.wire.scheduler_messages import NodeStatus, Status
 
@@ -42,7 +44,7 @@ class Loop(contextlib.AbstractContextManager["Loop"]):
 
     def _run(self) -> None:
         while not self._end.wait(0.01):
-            if not self.stopped and self.page.has_questions:
+            if not self.stopped and self.page.has_question:
                 self.page.answer(self._look())
 
     def _look(self) -> Status:
@@ -214,7 +216,7 @@ def test_many_readers_cost_the_loop_a_few_answers_a_second(loop: Loop) -> None:
     before, begin = loop.asked, time.monotonic()
     for _ in range(100):
         assert ask(loop, "/status.json").status == 200
-    assert 0 <= loop.asked - before <= 2 + (time.monotonic() - begin) / page.FRESH_SECONDS
+    assert 0 <= loop.asked - before <= 2 + (time.monotonic() - begin) / FRESH_SECONDS
 
 
 def test_a_loop_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +229,18 @@ def test_a_loop_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch
         assert ask(loop, "/healthz").status == 200
 
 
+def test_many_readers_learn_together_that_the_loop_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another, the last would wait until its connection is cut."""
+    monkeypatch.setattr(page, "PATIENCE_SECONDS", 1.0)
+    readers = 8
+    with Loop(StatusConfig()) as loop, ThreadPoolExecutor(readers) as pool:
+        loop.stopped = True
+        begin = time.monotonic()
+        answers = [*pool.map(ask, readers * [loop], readers * ["/healthz"])]
+        assert 1.0 < time.monotonic() - begin < 0.75 * readers
+        assert [answer.status for answer in answers] == readers * [503]
+
+
 def test_the_loop_never_waits() -> None:
     """With readers that ask and never read, and without readers."""
     shown = status()
@@ -237,7 +251,7 @@ def test_the_loop_never_waits() -> None:
                 connection.sendall(b"GET /status.json HTTP/1.1\r\nHost: localhost\r\n\r\n")
         begin = time.monotonic()
         for _ in range(1000):
-            if loop.page.has_questions:
+            if loop.page.has_question:
                 loop.page.answer(shown)
         assert time.monotonic() - begin < page.PATIENCE_SECONDS
 
@@ -267,7 +281,7 @@ def test_a_large_cluster_is_served(loop: Loop, monkeypatch: pytest.MonkeyPatch) 
 def test_off() -> None:
     off = page.Page(StatusConfig(port=-1))
     assert off.address == ""
-    assert not off.has_questions
+    assert not off.has_question
     off.close()
 
 
