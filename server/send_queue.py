@@ -1,8 +1,8 @@
 """Per-peer send queue with a byte limit (backpressure).
 
-Messages that a peer has not taken yet wait in libzmq's queue. While their bytes exceed the peer's limit, no
-round opens (:mod:`.rounds.admission`), so that the queue of a peer on a slow link does not grow for ever. A
-peer that stays connected but takes nothing must be dropped.
+Messages that a peer has not taken yet wait in libzmq's queue. While their bytes exceed the limit, no round
+opens (:mod:`.rounds.admission`), so that the queue of a peer on a slow link does not grow for ever. A peer
+that stays connected but takes nothing must be dropped.
 """
 
 from __future__ import annotations
@@ -30,34 +30,43 @@ class StalledError(Exception):
 
 
 class _Queue:
-    """The large frames that one peer has not taken yet, each with libzmq's tracker and its size."""
+    """The messages that one peer has not taken yet."""
 
     def __init__(self) -> None:
-        self.frames: deque[tuple[zmq.MessageTracker, int]] = deque()
-        self.size_bytes = 0
+        self.frames: deque[tuple[zmq.MessageTracker, int, int]] = deque()
+        """Each with libzmq's tracker, its size if other peers share its memory, and the size of what was
+        copied since the frame before. They are sent in the order in which they were queued."""
+        self.shared_bytes = 0
+        self.copied_bytes = 0
+        self.copied_since_bytes = 0
+        """What was copied since the last frame with a tracker."""
 
-    def drop_sent(self) -> bool:
-        """Drops the frames that the peer has taken; returns whether there were any."""
-        before = self.size_bytes
-        # They are sent in the order in which they were queued.
-        while self.frames and self.frames[0][0].done:
-            self.size_bytes -= self.frames.popleft()[1]
-        return self.size_bytes < before
+    @property
+    def size_bytes(self) -> int:
+        return self.shared_bytes + self.copied_bytes
 
 
 class SendQueue:
     """Sends on one ROUTER, without ever waiting.
 
+    Frames below :data:`COPY_BELOW_BYTES` are copied, which costs less than a tracker. After so many bytes the
+    next frame has a tracker whatever its size, so that at most so many bytes of each peer are not counted.
+
     Args:
         socket: a ROUTER with ``ROUTER_MANDATORY``.
-        max_bytes: the queue of a peer is full beyond this, of frames that are sent by reference. Frames that
-            are copied are small, and are bounded by the number of messages.
+        max_bytes: the queue of a peer is full when the frames that wait for it by reference, which other
+            peers share, and the copies that wait for all peers are more than this.
     """
 
     def __init__(self, socket: Socket, max_bytes: int) -> None:
         self._socket = socket
+        self._socket.copy_threshold = 0  # or pyzmq copies small frames also where they have a tracker
         self._max_bytes = max_bytes
         self._queues: defaultdict[bytes, _Queue] = defaultdict(_Queue)
+        self._waiting: dict[bytes, _Queue] = {}
+        """The queues that may have frames."""
+        self._copied_bytes = 0
+        """Of all queues. Those in ``_waiting`` may have taken some."""
         self._full: dict[bytes, int] = {}
         """The peers whose queues are full, and how many looks in a row have found that they took nothing."""
 
@@ -71,31 +80,34 @@ class SendQueue:
         queue = self._queues[peer]
         if queue.frames:
             self._drop_sent(peer, queue)
-        parts: list[bytes | memoryview] = [peer, envelope, *frames]
+        parts: list[bytes | memoryview] = [envelope, *frames]
         last = parts.pop()
         try:
+            send_frame(self._socket, peer, MORE, True)
             for part in parts:
-                if len(part) < COPY_BELOW_BYTES:
-                    send_frame(self._socket, part, MORE, True)
-                else:
-                    self._send_large(part, MORE, queue)
-            if len(last) < COPY_BELOW_BYTES:
-                send_frame(self._socket, last, LAST, True)
-            else:
-                self._send_large(last, LAST, queue)
+                self._send_part(part, MORE, queue)
+            self._send_part(last, LAST, queue)
         except zmq.Again:
             raise StalledError(f"it has not taken {MAX_QUEUED_MESSAGES} messages that it was sent") from None
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 self.forget(peer)
             raise
-        if queue.size_bytes > self._max_bytes:
-            self._full.setdefault(peer, 0)
+        if queue.frames:
+            self._waiting[peer] = queue
+            if self._is_full(queue):
+                self._full.setdefault(peer, 0)
 
     def is_any_full(self) -> bool:
-        """True while more bytes wait for some peer than its limit allows."""
-        for peer in [*self._full]:
-            self._drop_sent(peer, self._queues[peer])
+        """True while more bytes wait for some peer than the limit allows."""
+        if self._full:
+            for peer, queue in [*self._waiting.items()]:
+                self._drop_sent(peer, queue)
+                if not queue.frames:
+                    del self._waiting[peer]
+            self._full = {
+                peer: looks for peer, looks in self._full.items() if self._is_full(self._queues[peer])
+            }
         return bool(self._full)
 
     def look(self) -> dict[bytes, str]:
@@ -108,24 +120,42 @@ class SendQueue:
             return {}
         self._full = {peer: looks + 1 for peer, looks in self._full.items()}
         return {
-            peer: f"it has not taken {self._queues[peer].size_bytes} bytes that it was sent, of which "
-            f"at most {self._max_bytes} may wait, and none of them for {STALLED_SECONDS:g} s"
+            peer: f"it has not taken {self._queues[peer].size_bytes} bytes that it was sent, and took none "
+            f"for {STALLED_SECONDS:g} s"
             for peer, looks in self._full.items()
             if looks * LOOK_SECONDS > STALLED_SECONDS
         }
 
-    def _drop_sent(self, peer: bytes, queue: _Queue) -> None:
-        if queue.drop_sent() and peer in self._full:
-            self._full[peer] = 0
-            if queue.size_bytes <= self._max_bytes:
-                del self._full[peer]
-
-    def _send_large(self, part: bytes | memoryview, flags: int, queue: _Queue) -> None:
-        tracker = self._socket.send(part, flags, copy=False, track=True)
-        queue.frames.append((tracker, len(part)))
-        queue.size_bytes += len(part)
-
     def forget(self, peer: bytes) -> None:
         """Forgets the queue of a peer that nothing will be sent to any more."""
-        self._queues.pop(peer, None)
+        if queue := self._queues.pop(peer, None):
+            self._copied_bytes -= queue.copied_bytes
+        self._waiting.pop(peer, None)
         self._full.pop(peer, None)
+
+    def _send_part(self, part: bytes | memoryview, flags: int, queue: _Queue) -> None:
+        size = len(part)
+        shared = size if size >= COPY_BELOW_BYTES else 0
+        queue.copied_since_bytes += size - shared
+        if not shared and queue.copied_since_bytes < COPY_BELOW_BYTES:
+            send_frame(self._socket, part, flags, True)
+            return
+        tracker = self._socket.send(part, flags, copy=False, track=True)
+        queue.frames.append((tracker, shared, queue.copied_since_bytes))
+        queue.shared_bytes += shared
+        queue.copied_bytes += queue.copied_since_bytes
+        self._copied_bytes += queue.copied_since_bytes
+        queue.copied_since_bytes = 0
+
+    def _drop_sent(self, peer: bytes, queue: _Queue) -> None:
+        """Drops the frames that a peer has taken."""
+        while queue.frames and queue.frames[0][0].done:
+            _, shared, copied = queue.frames.popleft()
+            queue.shared_bytes -= shared
+            queue.copied_bytes -= copied
+            self._copied_bytes -= copied
+            if peer in self._full:
+                self._full[peer] = 0
+
+    def _is_full(self, queue: _Queue) -> bool:
+        return bool(queue.frames) and queue.shared_bytes + self._copied_bytes > self._max_bytes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 
 import numpy as np
@@ -47,6 +46,9 @@ logger = logging.getLogger("zenps.server")
 
 TICK_SECONDS = 0.5
 
+# A loop that is later than this was stopped, or kept from running: ranks are not late for that long.
+STOPPED_SECONDS = 1.0
+
 
 def serve(config: Config) -> None:
     """Runs a server until the job ends.
@@ -79,7 +81,7 @@ class _Service:
         self._config = config
         self._metrics = counters
         host = cluster.host or find_host(cluster.scheduler, cluster.rendezvous_seconds)
-        self._rank = rank_from_environment(os.environ)
+        self._rank = rank_from_environment()
         keys = load_keys(config.security, "server", self._rank)
         self._authenticator = Authenticator(ctx, keys, counters.count_refusal, "worker")
         limit = cluster.max_message_bytes
@@ -123,7 +125,6 @@ class _Service:
         )
         self._epoch = 0
         self._failure = ""
-        self._duplicates_shown = 0
         counters.late.seconds = self._rounds.late.seconds
         counters.budget_bytes.set(cluster.server_budget_bytes)
 
@@ -149,10 +150,12 @@ class _Service:
     def _serve_until_told(self) -> None:
         for waiting in (self._socket, self._link.socket, *self._authenticator.sockets):
             self._poller.register(waiting, zmq.POLLIN)
-        next_tick = next_check = 0.0
+        next_tick = next_check = time.monotonic()
         while True:
             TERMINATION.check()
             now = time.monotonic()
+            if now > next_check + STOPPED_SECONDS:
+                self._rounds.on_stopped(now - next_check)
             if now >= next_check:
                 self._check_peers(now)
                 next_check = now + LOOK_SECONDS
@@ -198,7 +201,8 @@ class _Service:
         self._link.beat(time.monotonic(), self._epoch, self._load())
 
     def _follow(self, view: View) -> None:
-        if not self._epoch:
+        is_first, is_new_ring = not self._epoch, view.ring_epoch > self._epoch
+        if is_first:
             self._trace.name(view.rank)
         self._trace.epoch(view.epoch, len(view.workers), len(view.servers))
         self._epoch = log.here.epoch = view.epoch
@@ -208,11 +212,15 @@ class _Service:
         self._replies.forget(routes - {*self._workers.routes.values()})
         peers, now = self._workers.peers, time.monotonic()
         self._dispatcher.execute(self._rounds.on_view(view.ring_epoch, peers, departed, now))
-        slots = int((np.frombuffer(view.owners, dtype="<u2") == view.rank).sum())
+        owners = np.frombuffer(view.owners, dtype="<u2")
+        slots = int((owners == view.rank).sum())
         self._metrics.set_rank(view.rank)
         self._metrics.slots.set(slots)
         self._metrics.epoch.set(view.epoch)
-        logger.info("epoch %d: %d slots, listening on %s", view.epoch, slots, self._address)
+        if is_first:
+            logger.info("listening on %s", self._address)
+        if is_new_ring:
+            logger.info("owns %d of %d slots", slots, len(owners))
 
     # ── workers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -250,6 +258,4 @@ class _Service:
     def _show_gauges(self) -> None:
         self._metrics.held_bytes.set(self._rounds.used_bytes)
         self._metrics.open_rounds.set(self._rounds.open_rounds)
-        unreported = self._rounds.duplicates - self._duplicates_shown
-        self._metrics.duplicate_pushes.inc(unreported)
-        self._duplicates_shown += unreported
+        self._metrics.duplicate_pushes.total = self._rounds.duplicates

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zenps.errors import ProtocolError, listing
+from zenps.errors import GONE_ADVICE, ProtocolError, listing
 from zenps.wire.messages import Push
-from zenps.wire.scheduler_messages import View
+from zenps.wire.scheduler_messages import Member, View
 
 
 class Workers:
@@ -18,18 +18,20 @@ class Workers:
     def __init__(self) -> None:
         self.peers: dict[int, bytes] = {}
         self.routes: dict[bytes, bytes] = {}
+        self._members: dict[int, Member] = {}
         self._ranks: dict[bytes, int] = {}
-        self._names: dict[bytes, str] = {}
-        self._hosts: dict[int, str] = {}
 
     def follow(self, view: View) -> dict[int, str]:
         """Takes the members of ``view``. Returns the ranks that have left, with the text that says so."""
         self.peers = {worker.rank: worker.identity for worker in view.workers}
+        self._members = {worker.rank: worker for worker in view.workers}
         self._ranks = {worker.identity: worker.rank for worker in view.workers}
-        self._names = {worker.identity: str(worker) for worker in view.workers}
-        self._hosts = {worker.rank: worker.host for worker in view.workers}
         self.routes = {peer: route for peer, route in self.routes.items() if peer in self._ranks}
-        return {worker.rank: f"{worker} left the job" for worker in view.workers if worker.rank in view.left}
+        return {
+            worker.rank: f"{worker} left the job; {GONE_ADVICE}"
+            for worker in view.workers
+            if worker.rank in view.left
+        }
 
     def recognise(self, peer: bytes, route: bytes) -> None:
         """Notes the routing identity of a worker, from which alone its messages may come.
@@ -46,7 +48,8 @@ class Workers:
 
     def name_of(self, peer: bytes) -> str:
         """The name of ``peer`` for messages to people: role, rank and host, or the identity if unknown."""
-        return self._names.get(peer, f"peer {peer.hex()}")
+        rank = self._ranks.get(peer)
+        return f"peer {peer.hex()}" if rank is None else str(self._members[rank])
 
     def is_of(self, push: Push, peer: bytes) -> bool:
         """True if ``peer`` has the rank that ``push`` names."""
@@ -63,8 +66,9 @@ class Workers:
             raise ProtocolError("unexpected", f"push of rank {push.rank} by another peer")
         if not push.stands_for:
             return
-        host, ranks = self._hosts[push.rank], set(push.ranks)
-        if len(ranks) < len(push.ranks) or any(self._hosts.get(rank) != host for rank in ranks):
+        members, host = self._members, self._members[push.rank].host
+        here = {rank for rank in push.ranks if rank in members and members[rank].host == host}
+        if len(here) < len(push.ranks):
             others = listing(push.stands_for)
             raise ProtocolError(
                 "unexpected", f"push of rank {push.rank} for rank(s) {others}: not others of its host"

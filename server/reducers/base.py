@@ -36,87 +36,66 @@ would change it twice if it reduced the same pushes again.
 
 
 class Answer(Struct, frozen=True):
-    """The reply to a push of a round that has ended: a message and the frames that follow it."""
+    """A message to a rank whose round has ended, and the frames that follow it."""
 
     message: Result | Failure
     frames: Sequence[memoryview] = ()
-    others: Sequence[Answer] = ()
-    """Further messages of the reply, if it travels in several fragments."""
 
 
 class Outcome(ABC):
-    """The result of a round that has ended. It is kept to answer repeated pushes."""
+    """What a round has ended with: its result, or its failure. It is kept to answer repeated pushes.
+
+    Attributes:
+        kept: how long.
+        size_bytes: the memory that it takes while it is kept, which counts against the byte budget.
+        rows: how many rows were reduced, for the timeline.
+    """
 
     __slots__ = ()
 
     kept: ClassVar[Kept] = "while there is room"
-
-    @property
-    @abstractmethod
-    def size_bytes(self) -> int:
-        """The memory that it takes while it is kept, which counts against the byte budget."""
-
-    @property
-    def rows(self) -> int:
-        """How many rows were reduced, for the timeline."""
-        return 0
+    size_bytes: int
+    rows: int = 0
 
     @abstractmethod
-    def reply(self, rank: int) -> Answer:
-        """The answer to the push of ``rank``, for the first time or again.
+    def reply(self, rank: int) -> Sequence[Answer]:
+        """Returns the answer to the push of ``rank``, for the first time or again: several messages if the
+        result travels in fragments.
 
-        Ranks that get the same answer should get the same object: the server encodes it once for all.
+
+        Ranks that get the same answers should get the same object: the server encodes them once for all.
         """
-
-
-Part = tuple[Result, Sequence[memoryview]]
-"""One message of a result and its frames: positions, unless the sum is dense, and values."""
 
 
 class AllreduceOutcome(Outcome):
     """The same result for every rank.
 
     Args:
-        first: the first message.
-        others: each further one, if the sum travels in fragments.
+        answers: the message of each fragment with its frames: positions, unless the sum is dense, and values.
+        rows: of all fragments together.
     """
 
-    __slots__ = ("_answer", "_rows", "_size_bytes")
+    __slots__ = ("_answers", "rows", "size_bytes")
 
-    def __init__(self, first: Part, others: Sequence[Part] = ()) -> None:
-        self._answer = Answer(*first, tuple([Answer(*other) for other in others]) if others else ())
-        self._rows, self._size_bytes = 0, 0
-        for result, frames in (first, *others):
-            self._rows += result.rows
-            self._size_bytes += sum([frame.nbytes for frame in frames])
+    def __init__(self, answers: Sequence[Answer], rows: int) -> None:
+        self._answers, self.rows = answers, rows
+        self.size_bytes = sum([frame.nbytes for answer in answers for frame in answer.frames])
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    @property
-    def rows(self) -> int:
-        return self._rows
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
+    def reply(self, rank: int) -> Sequence[Answer]:
+        return self._answers
 
 
 class FailedRound(Outcome):
     """The outcome of a round that could not be reduced: every rank is told why."""
 
-    __slots__ = ("_answer", "_size_bytes")
+    __slots__ = ("_answers", "size_bytes")
 
     def __init__(self, failure: Failure) -> None:
-        self._answer = Answer(failure)
-        self._size_bytes = sys.getsizeof(failure.reason)
+        self._answers = (Answer(failure),)
+        self.size_bytes = sys.getsizeof(failure.reason)
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
+    def reply(self, rank: int) -> Sequence[Answer]:
+        return self._answers
 
 
 class Payload(Struct, frozen=True):
@@ -141,7 +120,7 @@ class ResultMemory(Protocol):
     pool: BufferPool
 
     def share(self, values: memoryview) -> memoryview:
-        """``values`` themselves, or a copy of them that same-host workers can read."""
+        """Returns ``values`` themselves, or a copy of them that workers of the same host can read."""
 
 
 class Reducer(ABC, Generic[P]):
@@ -179,7 +158,7 @@ class Reducer(ABC, Generic[P]):
 
     @abstractmethod
     def read(self, push: Push, frames: Sequence[memoryview]) -> P:
-        """The tensors of a push, uncopied where possible.
+        """Returns the tensors of a push, checked, and uncopied where possible.
 
         Raises:
             ProtocolError: the frames are not what the message announces. They come from the network, so
@@ -188,7 +167,7 @@ class Reducer(ABC, Generic[P]):
 
     @abstractmethod
     def reduce(self, payloads: Sequence[P]) -> Outcome:
-        """The outcome of a round whose ranks have all pushed.
+        """Returns the outcome of a round whose ranks have all pushed.
 
         Args:
             payloads: in rank order, those of one push in order of its fragments. Their pushes agree in
@@ -196,5 +175,5 @@ class Reducer(ABC, Generic[P]):
         """
 
     def step(self, push: Push) -> int:
-        """The training step that a push belongs to, for log lines."""
+        """Returns the training step that a push belongs to, for log lines."""
         return push.step

@@ -15,7 +15,7 @@ from zenps.wire.blocks import NONE_LEFT, PHASES, Ahead, decode_blocks, encode_bl
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
 
-from .base import AllreduceOutcome, Payload, Reducer
+from .base import AllreduceOutcome, Answer, Payload, Reducer
 from .values import (
     NUMPY_DTYPES,
     dequantize_flat,
@@ -35,7 +35,7 @@ class BlocksPayload(Payload, frozen=True):
 
 
 class BlocksReducer(Reducer[BlocksPayload]):
-    """``[rows, columns]`` values of each rank: blocks of ``columns`` elements. The others are zeros."""
+    """Sums blocks. Each rank pushes its blocks that are not zero, ``[rows, columns]``: a row is a block."""
 
     def read(self, push: Push, frames: Sequence[memoryview]) -> BlocksPayload:
         encoded, values = positions_and_values(push, frames)
@@ -57,7 +57,8 @@ class BlocksReducer(Reducer[BlocksPayload]):
         values = self._sum(payloads, counts, present)
         pushed = pushed_rows(payloads)
         result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, len(present), "bitmap", pushed)
-        return AllreduceOutcome((result, (encode_blocks(present, ahead), self._memory.share(values))))
+        frames = encode_blocks(present, ahead), self._memory.share(values)
+        return AllreduceOutcome([Answer(result, frames)], len(present))
 
     def _sum(self, payloads: Sequence[BlocksPayload], counts: Positions, present: Positions) -> memoryview:
         """The sums of the blocks ``present``, the same bits as of whole tensors.

@@ -10,7 +10,7 @@ from zenps.errors import ProtocolError
 from zenps.wire.messages import Push, Result
 from zenps.wire.tensors import RECEIVE_BUFFER_BYTES
 
-from .base import AllreduceOutcome, Payload, Reducer
+from .base import AllreduceOutcome, Answer, Payload, Reducer
 from .values import check_values, dequantize_flat, divide_and_quantize, divisor_of, pushed_rows
 
 _EMPTY = memoryview(b"")
@@ -23,7 +23,7 @@ class DensePayload(Payload, frozen=True):
 
 
 class DenseReducer(Reducer[DensePayload]):
-    """``[span]`` values of each rank, or none."""
+    """Sums dense chunks. Each rank pushes ``[span]`` values, or none if it does not contribute."""
 
     position_bytes = 0
 
@@ -41,7 +41,7 @@ class DenseReducer(Reducer[DensePayload]):
         values = self._sum(contributed, divisor_of(payloads)) if contributed else _EMPTY
         rows, pushed = push.span if contributed else 0, pushed_rows(payloads)
         result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, rows, "none", pushed)
-        return AllreduceOutcome((result, (self._memory.share(values),)))
+        return AllreduceOutcome([Answer(result, (self._memory.share(values),))], rows)
 
     def _sum(self, payloads: Sequence[DensePayload], divisor: int) -> memoryview:
         """The sum in rank order, started from the first part so that -0.0 survives."""

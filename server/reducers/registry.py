@@ -29,7 +29,7 @@ def make_reducers(
     ``backend`` and ``threads`` are those of :func:`make_kernels`.
 
     ``Any``: a round's payloads come from the reducer that they are given to, because its pushes agree in
-        kind.
+    kind.
     """
     kernels = make_kernels(memory.pool, backend, threads)
     return {kind: reducer(kernels, memory, max_message_bytes) for kind, reducer in REDUCERS.items()}

@@ -13,7 +13,7 @@ from zenps.wire.fields import MAX_RESULT_FRAGMENTS
 from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
-from .base import AllreduceOutcome, FailedRound, Part, Payload, Reducer
+from .base import AllreduceOutcome, Answer, FailedRound, Payload, Reducer
 from .values import dequantize, divisor_of, positions_and_values, pushed_rows, quantize
 
 
@@ -25,7 +25,7 @@ class SparsePayload(Payload, frozen=True):
 
 
 class SparseReducer(Reducer[SparsePayload]):
-    """``[rows, columns]`` values of each rank, at sorted positions of the chunk."""
+    """Sums sparse rows. Each rank pushes values ``[rows, columns]`` at sorted positions of the chunk."""
 
     def check_size(self, push: Push) -> None:
         """Refuses a push with more rows than a message takes, and a codec that would take memory for more.
@@ -75,7 +75,7 @@ class SparseReducer(Reducer[SparsePayload]):
         if -(-len(union) // len(cuts)) > max_rows:
             return FailedRound(_too_large(push, len(union), max_rows))
         about = push.ring_epoch, push.tensor, push.step, push.chunk
-        parts: list[Part] = []
+        answers = []
         for fragment, (begin, end) in enumerate(cuts):
             inside = positions[begin:end]
             codec = choose(push.answer, end - begin, push.span, row_bytes, inside)
@@ -83,8 +83,8 @@ class SparseReducer(Reducer[SparsePayload]):
             result = Result(*about, end - begin, codec.name, count, fragment=fragment, fragments=len(cuts))
             encoded = codec.encode(inside, push.span)
             part = values if len(cuts) == 1 else values[begin * row_bytes : end * row_bytes]
-            parts.append((result, (encoded.data, part)))
-        return AllreduceOutcome(parts[0], parts[1:])
+            answers.append(Answer(result, (encoded.data, part)))
+        return AllreduceOutcome(answers, len(union))
 
 
 def _too_large(push: Push, rows: int, max_rows: int) -> Failure:

@@ -1,24 +1,30 @@
-"""Admission control and backpressure: the byte budget of a server's rounds, and the refused rounds. Pure.
+"""Admission control and backpressure: decides which rounds may open within a server's byte budget. Pure.
 
-Held pushes, kept outcomes and the history count against the budget. When the budget is used up, the oldest
-outcomes are forgotten, and a push that would open a round is refused. Pushes for open rounds are always
-admitted, so that open rounds can finish. They may still deadlock: each open round may lack the push of a rank
-that waits for a refused round. Then the first refused round that all ranks have pushed opens beyond the
-budget, unless the budget is exceeded already.
+The tracker (:mod:`.tracker`) asks when a rank pushes a round that is not open. If there is no room, the round
+is *refused*: the worker gets ``busy``, and pushes again when it gets ``resume``. Whenever a round has ended,
+and at each tick, the tracker asks which refused rounds may open now.
 
-Recovery rounds may use the same amount once more (the *allowance*): when a server has died, all rounds in
-flight are pushed again at once, and other rounds wait for them. Beyond the allowance, each rank may still
-have one recovery round open. So the round that a rank waits for first is always open, and all rounds end.
+Open rounds, kept outcomes and the history count against the budget. If a round does not fit, the oldest
+outcomes are forgotten. If that is not enough, the round is refused. A push of an open round is never refused,
+so that open rounds can finish. They may still deadlock: each open round may lack the push of a rank that
+waits for a refused round. Then the first refused round that all ranks have pushed opens beyond the budget,
+unless the budget is exceeded already.
+
+A *recovery round* may have a result already, which some ranks have and others lack: its server has died, or
+has forgotten the outcome. Ranks wait for it before they push anything else, and after the death of a server
+all rounds in flight are pushed again at once. So recovery rounds may use the same amount once more (the
+*allowance*). Beyond the allowance, each rank may still have one recovery round open. So the round that a rank
+waits for first is always open, and all rounds end.
 
 No other round opens while more answers wait for a worker than its send queue may hold, because answers also
-take memory. Once the worker has taken them, or was dropped because it takes none, the refused rounds open.
+take memory. Refused rounds open once the worker has taken these answers, or was dropped because it takes
+none.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Sequence, Set
-from typing import Literal
+from collections.abc import Set
 
 from zenps.errors import ProtocolError
 
@@ -36,19 +42,21 @@ MAX_REFUSED = 65536
 
 
 class Admission:
-    """Which rounds may open.
+    """The byte budget of one server's rounds, and the rounds that were refused for lack of room.
 
     Args:
         budget_bytes: the bytes that may be held before new rounds are refused.
         history: forgets outcomes to make room.
 
     Attributes:
+        ranks: those that every round waits for.
         open_bytes: the bytes that are reserved for open rounds.
         is_held_back: True while too many answers wait for a worker.
     """
 
     def __init__(self, budget_bytes: int, history: History) -> None:
         self.budget_bytes = budget_bytes
+        self.ranks: Set[int] = frozenset()
         self.open_bytes = 0
         self._history = history
         self.is_held_back = False
@@ -76,29 +84,27 @@ class Admission:
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
-    def make_room(self, push_bytes: int, ranks: int, *, must: bool) -> bool:
-        """True if a round may open. Forgets old outcomes if the round then fits, and none if it does not fit
-        anyway.
+    def make_room(self, push_bytes: int, *, must: bool) -> bool:
+        """Returns whether a round may open. Forgets as many old outcomes as are necessary for that.
+
+        Forgets none if the round may not open.
 
         Args:
             push_bytes: the size of one push.
-            ranks: how many ranks will push as much.
-            must: the round opens whether it fits or not, unless rounds are held back.
+            must: True if the round opens although it does not fit, unless rounds are held back.
         """
         if self.is_held_back:
             return False
-        max_bytes = self.budget_bytes - _estimate_bytes(push_bytes, ranks)
-        if self.used_bytes <= max_bytes:
-            return True
+        max_bytes = self.budget_bytes - self._estimate_bytes(push_bytes)
         if not must and self.used_bytes - self._history.evictable_bytes > max_bytes:
             return False
         while self.used_bytes > max_bytes and self._history.evictable:
             self._history.forget_oldest()
         return True
 
-    def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int, ranks: int) -> bool:
-        """True if a recovery round that ``rank`` pushes may open; it forgets old outcomes for that."""
-        size_bytes = _estimate_bytes(push_bytes, ranks)
+    def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int) -> bool:
+        """Returns whether a recovery round that ``rank`` pushes may open; forgets old outcomes for that."""
+        size_bytes = self._estimate_bytes(push_bytes)
         min_bytes = self.used_bytes - self._history.evictable_bytes
         is_beyond = min_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
         if is_beyond and rank in self._beyond:
@@ -110,13 +116,13 @@ class Admission:
             round_.beyond = rank
         return True
 
-    def why_too_large(self, held: HeldPush, ranks: int) -> str:
-        """Returns why a push in fragments is refused; empty if such pushes of all ``ranks`` fit.
+    def why_too_large(self, held: HeldPush) -> str:
+        """Returns why a push in fragments is refused; empty if such pushes of all ranks fit.
 
         They must fit into budget and allowance, because a round opens whatever its size if no other is open.
         Pushes in single messages always fit. A host's push has the shares of all its ranks.
         """
-        own = len(held.push.ranks)
+        own, ranks = len(held.push.ranks), len(self.ranks)
         max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
         if held.whole_bytes <= max_bytes:
             return ""
@@ -126,15 +132,18 @@ class Admission:
             "push fewer rows at first"
         )
 
-    def reserve(self, round_: ServerRound, push_bytes: int, ranks: int) -> None:
-        """Counts a round by its largest push: others may be smaller, none is larger."""
-        size_bytes = _estimate_bytes(push_bytes, ranks)
+    def reserve(self, round_: ServerRound, push_bytes: int) -> None:
+        """Counts an open round as if every rank pushed as much as ``push_bytes``, unless it counts as more.
+
+        So a round counts by the largest push that has come.
+        """
+        size_bytes = self._estimate_bytes(push_bytes)
         if size_bytes > round_.size_bytes:
             self.open_bytes += size_bytes - round_.size_bytes
             round_.size_bytes = size_bytes
 
     def release(self, round_: ServerRound) -> None:
-        """A round is not open any more."""
+        """Counts a round no more, because it is not open any more."""
         self.open_bytes -= round_.size_bytes
         if round_.beyond is not None:
             self._beyond.discard(round_.beyond)
@@ -148,18 +157,25 @@ class Admission:
         while self.used_bytes > self.budget_bytes and self._history.evictable > 1:
             self._history.forget_oldest()
 
+    def _estimate_bytes(self, push_bytes: int) -> int:
+        """The memory of a round if every rank pushes as much."""
+        return ROUND_BYTES + push_bytes * len(self.ranks)
+
     # ── refused rounds ──────────────────────────────────────────────────────────────────────────
 
     def refused(self, key: Key) -> ServerRound | None:
-        """The round, if pushes for it were refused."""
+        """Returns the round with this key if it is refused; None if it is not."""
         return self._refused.get(key)
 
     def refused_of(self, tensor: str, step: int) -> list[ServerRound]:
-        """The refused rounds of this tensor, up to this step."""
+        """Returns the refused rounds of this tensor, up to this step."""
         return [round_ for key, round_ in self._refused.items() if key.tensor == tensor and key.step <= step]
 
     def first_refused(self) -> ServerRound | None:
-        """The round that was refused before all others, of those that a rank still wants to push."""
+        """Returns the round that was refused first, of those that a rank still wants to push.
+
+        Forgets rounds that no rank wants to push any more. Returns None if no round is left.
+        """
         while self._refused:
             round_ = next(iter(self._refused.values()))
             passed = self._history.passed(round_.key, round_.refused)
@@ -171,31 +187,32 @@ class Admission:
                 round_.refused_ranks = {rank for push in left for rank in push.ranks}
             if round_.refused:
                 return round_
-            self.dismiss(round_, "nobody left")
+            round_.advance("nobody left")
+            self.withdraw(round_)
         return None
 
-    def refused_by(self, ranks: Set[int]) -> ServerRound | None:
-        """The first round whose pushes for all ``ranks`` were refused, unless the budget is exceeded already.
-        If all open rounds wait for pushes, this one opens although it does not fit. Otherwise ranks that push
-        in different orders would wait for each other.
-        """
-        if not self.make_room(0, 0, must=False):
-            return None
-        return next((round_ for round_ in self._refused.values() if ranks <= round_.refused_ranks), None)
+    def refused_by_all(self) -> ServerRound | None:
+        """Returns the first round whose pushes for all ranks were refused; None if there is none, or if the
+        budget is exceeded already.
 
-    def first_refused_recovery(self, ranks: int) -> ServerRound | None:
-        """A recovery round that may open now: the first of those that a rank waits for."""
+        The tracker opens it although it does not fit, if all open rounds wait for pushes. Otherwise ranks
+        that push in different orders would wait for each other for ever.
+        """
+        if not self.make_room(0, must=False):
+            return None
+        return next((round_ for round_ in self._refused.values() if self.ranks <= round_.refused_ranks), None)
+
+    def first_refused_recovery(self) -> ServerRound | None:
+        """Returns a refused recovery round that may open now; None if there is none.
+
+        Of the rounds that a rank waits for, only the first is considered.
+        """
         for rank, rounds in self._refused_recoveries.items():
             for round_ in rounds.values():
-                if self.make_room_for_recovery(round_, rank, round_.most_refused_bytes, ranks):
+                if self.make_room_for_recovery(round_, rank, round_.most_refused_bytes):
                     return round_
                 break
         return None
-
-    def dismiss(self, round_: ServerRound, event: Literal["nobody left", "given up"]) -> list[bytes]:
-        """A refused round will not open. Returns the peers whose pushes were refused."""
-        round_.advance(event)
-        return self._withdraw(round_)
 
     def refuse(self, round_: ServerRound, held: HeldPush) -> None:
         """Notes that a push was refused: its rank must push again when there is room.
@@ -216,11 +233,8 @@ class Admission:
         if round_.is_recovery:
             self._refused_recoveries[rank][round_.key] = round_
 
-    def admit(self, round_: ServerRound) -> Sequence[bytes]:
-        """The round opens. Returns the peers whose pushes were refused before."""
-        return self._withdraw(round_) if round_.refused else ()
-
-    def _withdraw(self, round_: ServerRound) -> list[bytes]:
+    def withdraw(self, round_: ServerRound) -> list[bytes]:
+        """Forgets a refused round, which opens or never will. Returns the peers whose pushes were refused."""
         del self._refused[round_.key]
         self._refusals.subtract(round_.refused.keys())
         for rounds in self._refused_recoveries.values():
@@ -228,8 +242,3 @@ class Admission:
         peers = [push.peer for push in round_.refused.values()]
         round_.refused, round_.refused_ranks = {}, set()
         return peers
-
-
-def _estimate_bytes(push_bytes: int, ranks: int) -> int:
-    """The memory of a round if every rank pushes as much."""
-    return ROUND_BYTES + push_bytes * ranks

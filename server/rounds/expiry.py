@@ -7,8 +7,8 @@ from typing import Literal
 
 from .states import ServerRound
 
-# How long a reopened round waits for the other ranks, which answer ``wanted`` every 5 s. If its push was only
-# a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
+# How long a reopened round waits for the other ranks, which answer ``wanted`` at most every 5 s. If its push
+# was only a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
 REOPENED_SECONDS = 15.0
 # How long a resumed round waits for its first push while no push of any round comes: on a slow link it may be
 # queued behind many. A rank that has given the round up answers ``resume`` by ``give-up``; this limit is for
@@ -28,7 +28,7 @@ def ending(
 
     If a rank has ended this step and its push is missing, it got no reply, and the round fails. In a recovery
     round it may have had its reply before: then this rank is asked for its push instead, as long as any rank
-        needs the reply.
+    needs the reply.
 
     Args:
         peers: the ranks that every round waits for.
@@ -38,7 +38,7 @@ def ending(
         deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = peers - passed and quiet_seconds <= RESUMED_SECONDS
+        is_wanted = not peers <= passed and quiet_seconds <= RESUMED_SECONDS
         return None if is_wanted else "nobody left"
     if round_.held.keys() <= passed:
         return "nobody left"

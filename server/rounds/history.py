@@ -1,4 +1,7 @@
-"""Outcomes of past rounds, for pushes that are repeated; and which steps each rank has pushed. Pure.
+"""Deduplication of pushes: the outcomes of ended rounds, and the last step that each rank has pushed. Pure.
+
+If a rank repeats a push, it gets the kept outcome again. If the outcome was forgotten for the byte budget,
+the round is reduced again. If the rank has pushed a later step, it has its answer, and the push is dropped.
 
 A worker counts the steps of each tensor from 0. So a server must not forget a tensor's name while a worker
 still knows it. All forget together, when the ring changes; until then the number of names is bounded.
@@ -45,8 +48,10 @@ class History:
         self.kept_bytes = 0
         self._pinned_bytes = 0
         self._newest: dict[str, dict[int, tuple[int, int]]] = {}
-        """By tensor and rank, the last step pushed, and in how many chunks: the rank has ended the steps
-        before, and has no further chunk of this one."""
+        """By tensor and rank, the last step pushed, and minus the number of its chunks: the rank has ended
+        the steps before, and has no further chunk of this one. Who is further has the greater pair."""
+        self._furthest: dict[str, tuple[int, int]] = {}
+        """By tensor, the greatest of these."""
         self._names: dict[str, str] = {}
         """Each tensor's name, see :meth:`shared`."""
         self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
@@ -76,6 +81,7 @@ class History:
         for round_ in self:
             round_.advance("ring changed")
         self._newest.clear()
+        self._furthest.clear()
         self._names.clear()
         self._evictable.clear()
         self._pinned.clear()
@@ -104,33 +110,39 @@ class History:
             newest = self._newest[tensor] = {}
             self._names[tensor] = tensor
             self.size_bytes += NAME_BYTES + sys.getsizeof(tensor)
-        last = newest.get(rank)
-        if last is None:
+        if rank not in newest:
             self.size_bytes += RANK_BYTES
-        if last is None or (step, -chunks) > (last[0], -last[1]):
-            newest[rank] = step, chunks
+        reached = step, -chunks
+        if reached > newest.get(rank, _NEVER):
+            newest[rank] = reached
+            if reached > self._furthest.get(tensor, _NEVER):
+                self._furthest[tensor] = reached
 
     def has_passed(self, key: Key, rank: int) -> bool:
         """True if the rank has ended this step: it has pushed a later one, or given this one up.
 
         Or it pushes this step in fewer chunks than others, without this chunk.
         """
-        step, chunks = self._newest[key.tensor].get(rank, _NEVER)
-        return step > key.step or (step == key.step and chunks <= key.chunk)
+        return self._newest[key.tensor].get(rank, _NEVER) >= (key.step, -key.chunk)
 
     def passed(self, key: Key, ranks: Iterable[int]) -> set[int]:
         """Those of ``ranks`` that have ended this step."""
+        if self._furthest.get(key.tensor, _NEVER) < (key.step, -key.chunk):  # ticks ask for each open round
+            return set()
         return {rank for rank in ranks if self.has_passed(key, rank)}
 
     # ── outcomes ────────────────────────────────────────────────────────────────────────────────
 
     def last(self, key: Key) -> ServerRound | None:
-        """The last ended round of the same tensor and chunk, if its outcome is kept."""
+        """Returns the last ended round of the same tensor and chunk if its outcome is kept; else None."""
         series = key.series
         return self._evictable.get(series) or self._pinned.get(series)
 
     def forgotten(self, key: Key) -> Set[int] | None:
-        """The ranks excluded from the outcome of this round, if that was the last one and is forgotten."""
+        """Returns None, unless the outcome of this round was the last of its series and is forgotten.
+
+        Otherwise returns the lost ranks whose values were not in that outcome.
+        """
         step, excluded = self._forgotten.get(key.series, (-1, frozenset()))
         return excluded if step == key.step else None
 

@@ -5,13 +5,14 @@ A round is one chunk of one tensor in one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
+from zenps.wire.fields import FailureKind
 from zenps.wire.messages import FromServer, Push
 
 from ..reducers.base import Answer, Outcome
@@ -33,7 +34,15 @@ RoundEvent = Literal[
     "nobody left",
     "ring changed",
 ]
-FailEvent = Literal["ranks disagree", "deadline", "rank gone", "given up", "too large"]
+
+FAILURES: Final[Mapping[RoundEvent, FailureKind]] = {
+    "ranks disagree": "mismatch",
+    "deadline": "deadline",
+    "rank gone": "lost",
+    "given up": "mismatch",
+    "too large": "size",
+}
+"""What workers are told of a round that fails by each event."""
 
 ROUND: Final[Transitions[RoundState, RoundEvent]] = {
     "none": {"push": "open", "push over the budget": "refused"},
@@ -182,6 +191,11 @@ class ServerRound(Struct, eq=False):
         """Moves to the state that the table gives."""
         self.state = ROUND[self.state][event]
 
+    def postpone(self, seconds: float) -> None:
+        """Makes the round that much younger."""
+        self.opened += seconds
+        self.arrivals = [at + seconds for at in self.arrivals]
+
     def lacks(self, push: Push) -> bool:
         """True if other fragments of the same push have come, and this one has not."""
         come = self.fragments.get(push.rank)
@@ -206,8 +220,6 @@ class ServerRound(Struct, eq=False):
 
     def pushes(self) -> list[HeldPush]:
         """All pushes in rank order, with all their fragments."""
-        if not self.fragments:
-            return [self.held[rank] for rank in sorted(self.held)]
         pushes: list[HeldPush] = []
         for rank in sorted(self.held):
             come = self.fragments.get(rank)
@@ -221,17 +233,16 @@ class ServerRound(Struct, eq=False):
 
 
 def replies_of(outcome: Outcome, pushes: Iterable[HeldPush], *, ends: bool = False) -> list[Reply]:
-    """The replies to ``pushes``. Ranks that get the same answer one after the other share an action."""
+    """The replies to ``pushes``. Ranks that get the same answers one after the other share actions."""
     replies: list[Reply] = []
     peers: list[bytes] = []
-    last: Answer | None = None
+    last: Sequence[Answer] = ()
     for held in pushes:
-        answer = outcome.reply(held.push.rank)
-        if answer is not last:
-            last, peers = answer, []
-            replies.append(Reply(peers, answer.message, answer.frames, ends))
-            if answer.others:
-                replies += [Reply(peers, other.message, other.frames) for other in answer.others]
+        answers = outcome.reply(held.push.rank)
+        if answers is not last:
+            last, peers = answers, []
+            for answer in answers:
+                replies.append(Reply(peers, answer.message, answer.frames, ends))
         peers.append(held.peer)
     return replies
 

@@ -1,9 +1,9 @@
 """Round tracking of a server: completeness, repetition and failure of rounds. Pure: no socket, no clock.
 
-A round is one chunk of one tensor in one step. It opens with the first push that is admitted
-(:mod:`.admission`), and is reduced once all ranks have pushed. Its outcome is kept until the next step's is
-ready: by then every rank has shown that it received its reply. A new ring ends all rounds: workers push under
-the new ring what they still need.
+The dispatcher calls a method for each event, and carries out the actions that it returns. A round is one
+chunk of one tensor in one step. It opens with the first push that is admitted (:mod:`.admission`), and is
+reduced once all ranks have pushed. Its outcome is kept until the next step's is ready: by then every rank has
+shown that it received its reply. A new ring ends all rounds: workers push again what they still need.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from itertools import chain
 
-from zenps.errors import ProtocolError, listing
+from zenps.errors import LATE_ADVICE, ProtocolError, listing
 from zenps.observe.lateness import Lateness
-from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import FailedRound, Outcome
@@ -22,9 +21,9 @@ from .admission import Admission
 from .expiry import ending
 from .history import History
 from .states import (
+    FAILURES,
     MAX_ASK_SECONDS,
     Action,
-    FailEvent,
     HeldPush,
     Key,
     Reduce,
@@ -88,13 +87,13 @@ class ServerRounds:
             ring: the epoch of the ring. If it is another one, all rounds are forgotten.
             peers: the routing identities of the workers that every round waits for, by rank.
             departed: those of them that have left, with the text that says so. Rounds that need them fail.
-            now: the time.
         """
         lost = self._peers.keys() - peers.keys()
         self._peers, self._departed = dict(peers), dict(departed)
+        self._admission.ranks = self._peers.keys()
         if ring == self._epoch:
             self._lost |= lost
-            return self._continue_without(lost, now) + self._fail_without(departed, now)
+            return self._continue_without(lost, now) + self._fail_without_departed(now)
         self._epoch = ring
         self._lost.clear()
         for round_ in self._open.values():
@@ -148,15 +147,16 @@ class ServerRounds:
         if given_up.lacks >= 0:
             key = Key(given_up.tensor, given_up.step, given_up.lacks)
             round_ = self._open.get(key)
-            return [] if round_ is None else self._fail(round_, "given up", self._given_up(key, {rank}), now)
+            return [] if round_ is None else self._fail(round_, "given up", _given_up({rank}), now)
         self._history.note(given_up.tensor, rank, given_up.step, 0)
         actions: Actions = []
         # First, because an open round that ends makes room for refused ones.
         for refused in self._admission.refused_of(given_up.tensor, given_up.step):
             passed = self._history.passed(refused.key, refused.refused)
             if not refused.is_recovery and refused.refused.keys() > passed:
-                failure = self._given_up(refused.key, {rank})
-                actions.append(Reply(self._admission.dismiss(refused, "given up"), failure, ends=True))
+                refused.advance("given up")
+                failure = self._failure(refused.key, "given up", _given_up({rank}))
+                actions.append(Reply(self._admission.withdraw(refused), failure, ends=True))
         for key, round_ in list(self._open.items()):
             if key.tensor == given_up.tensor and key.step <= given_up.step:
                 actions += self._expire(round_, now)
@@ -175,7 +175,12 @@ class ServerRounds:
         if rank not in self._peers:
             return []
         self._departed[rank] = reason
-        return self._fail_without({rank: reason}, now)
+        return self._fail_without_departed(now)
+
+    def on_stopped(self, seconds: float) -> None:
+        """This process was stopped for so long: pushes may have come that nobody has read."""
+        for round_ in self._open.values():
+            round_.postpone(seconds)
 
     def on_tick(self, now: float) -> Actions:
         """Ends rounds that have waited long enough, and asks for pushes that ranks may not send unasked."""
@@ -188,25 +193,23 @@ class ServerRounds:
     def _admit(self, key: Key, held: HeldPush, now: float) -> Actions:
         """Opens a round, or refuses it because there is no room.
 
-        Recovery rounds have an allowance, because other ranks wait for them before they push anything else.
-        These are rounds pushed again under a new ring, and rounds whose outcome was forgotten although this
-        rank lacks its reply. A round also opens if no open round has a push: open rounds without any push may
-        have been given up.
+        Recovery rounds have an allowance, because other ranks wait for them first: rounds pushed again
+        under a new ring, and rounds whose outcome was forgotten although this rank lacks its reply. A
+        round also opens if no open round has a push: open rounds without any push may have been given up.
         """
         excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
         round_.is_reopened = excluded is not None
         round_.is_recovery |= round_.is_reopened or held.push.again
         round_.excluded = excluded or frozenset()
-        ranks = len(self._peers)
         if round_.is_recovery:
-            fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes, ranks)
+            fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes)
         else:
-            fits = self._admission.make_room(held.whole_bytes, ranks, must=not self._has_pushes())
+            fits = self._admission.make_room(held.whole_bytes, must=not self._has_pushes())
         if not fits:
             given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
             if given_up:
-                return [Reply([held.peer], self._given_up(key, given_up))]
+                return [Reply([held.peer], self._failure(key, "given up", _given_up(given_up)))]
             self._admission.refuse(round_, held)
             return [Reply([held.peer], Busy(self._epoch, *key))]
         return self._open_round(round_, "push", now) + self._hold(round_, held, now)
@@ -216,19 +219,19 @@ class ServerRounds:
         round_.advance(event)
         round_.opened = now
         self._open[round_.key] = round_
-        peers = self._admission.admit(round_)
-        return [Reply(peers, Resume(self._epoch, *round_.key))] if peers else []
+        if not round_.refused:
+            return []
+        return [Reply(self._admission.withdraw(round_), Resume(self._epoch, *round_.key))]
 
     def _readmit(self, now: float) -> Actions:
         """Opens refused rounds that fit now: recovery rounds before others, and then the oldest first."""
         actions: Actions = []
-        while (round_ := self._admission.first_refused_recovery(len(self._peers))) is not None:
+        while (round_ := self._admission.first_refused_recovery()) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            must = not self._open
-            if not self._admission.make_room(round_.most_refused_bytes, len(self._peers), must=must):
+            if not self._admission.make_room(round_.most_refused_bytes, must=not self._open):
                 waits = all(open_.held and open_.state == "open" for open_ in self._open.values())
-                beyond = self._admission.refused_by(self._peers.keys()) if waits else None
+                beyond = self._admission.refused_by_all() if waits else None
                 return actions if beyond is None else actions + self._offer(beyond, now)
             actions += self._offer(round_, now)
         return actions
@@ -237,12 +240,12 @@ class ServerRounds:
         """Opens a refused round, and keeps its room until it is pushed."""
         push_bytes = round_.most_refused_bytes
         actions = self._open_round(round_, "room", now)
-        self._admission.reserve(round_, push_bytes, len(self._peers))
+        self._admission.reserve(round_, push_bytes)
         return actions
 
     def _hold(self, round_: ServerRound, held: HeldPush, now: float) -> Actions:
         """Adds a push to an open round."""
-        push, ranks, size = held.push, held.push.ranks, len(self._peers)
+        push, ranks = held.push, held.push.ranks
         round_.is_recovery |= push.again
         if push.rank in round_.held and not round_.lacks(push):
             self.duplicates += 1
@@ -257,12 +260,12 @@ class ServerRounds:
         is_alone = push.fragments == 1 and push.rank not in round_.fragments
         is_whole = is_alone or round_.add_fragment(held)
         round_.held.setdefault(push.rank, held)
-        self._admission.reserve(round_, held.whole_bytes, size)
+        self._admission.reserve(round_, held.whole_bytes)
         if not is_whole:
-            if not (reason := self._admission.why_too_large(held, size)):
+            if not (reason := self._admission.why_too_large(held)):
                 return []
-            return self._fail(round_, "too large", self._failure(round_.key, "size", reason), now)
-        self.late.wait(ranks, round_.arrivals, size, now)
+            return self._fail(round_, "too large", reason, now)
+        self.late.wait(ranks, round_.arrivals, len(self._peers), now)
         round_.ranks.update(ranks)
         round_.arrivals += [now] * len(ranks)
         return self._complete(round_, now)
@@ -276,52 +279,47 @@ class ServerRounds:
         if round_.is_recovery and (lost := self._lost - round_.ranks - round_.excluded):
             reason = f"a server and then rank {min(lost)} were lost within one round"
             if round_.is_reopened:
-                reason = f"rank {min(lost)} was lost, and the result with its push had to be forgotten"
-            return self._fail(round_, "rank gone", self._failure(round_.key, "lost", reason), now)
+                reason = f"rank {min(lost)} was lost, and the sum with its push dropped"
+            reason += "; restart this worker, or the job if none goes on"
+            return self._fail(round_, "rank gone", reason, now)
         if self._peers.keys() <= round_.ranks:
             pushes = round_.pushes()
             if reason := disagreement([held.push for held in pushes]):
-                failure = self._failure(round_.key, "mismatch", reason)
-                return self._fail(round_, "ranks disagree", failure, now)
+                return self._fail(round_, "ranks disagree", reason, now)
             round_.advance("last push")
             return [Reduce(round_.key, pushes, now - round_.opened)]
-        absent = self._departed.keys() - round_.ranks
-        if absent:
-            failure = self._failure(round_.key, "lost", self._departed[min(absent)])
-            return self._fail(round_, "rank gone", failure, now)
-        return []
+        return self._fail_if_departed(round_, now) if self._departed else []
 
     def _expire(self, round_: ServerRound, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete."""
-        key, passed = round_.key, self._history.passed(round_.key, self._peers)
+        passed = self._history.passed(round_.key, self._peers)
         age, quiet = now - round_.opened, now - max(round_.opened, self._last_push)
         match ending(round_, self._peers.keys(), passed, age, quiet, self._deadline_seconds):
             case "nobody left":
                 return self._cancel(round_, now)
             case "given up":
-                return self._fail(round_, "given up", self._given_up(key, passed - round_.ranks), now)
+                return self._fail(round_, "given up", _given_up(passed - round_.ranks), now)
             case "deadline":
-                missing = sorted(self._peers.keys() - round_.ranks)
-                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {listing(missing)}"
-                return self._fail(round_, "deadline", self._failure(key, "deadline", reason), now)
+                missing = listing(sorted(self._peers.keys() - round_.ranks))
+                reason = f"no push within {self._deadline_seconds:g} s from rank(s) {missing}; {LATE_ADVICE}"
+                return self._fail(round_, "deadline", reason, now)
             case None:
                 return []
 
-    def _fail_without(self, departed: Mapping[int, str], now: float) -> Actions:
-        """Fails open rounds that need the push of a rank that has departed."""
-        actions: Actions = []
-        for round_ in list(self._open.values()):
-            absent = departed.keys() - round_.ranks
-            if absent and round_.held:
-                failure = self._failure(round_.key, "lost", departed[min(absent)])
-                actions += self._fail(round_, "rank gone", failure, now)
-        return actions
+    def _fail_if_departed(self, round_: ServerRound, now: float) -> Actions:
+        """Fails a round that needs the push of a rank that has departed."""
+        absent = self._departed.keys() - round_.ranks
+        return self._fail(round_, "rank gone", self._departed[min(absent)], now) if absent else []
+
+    def _fail_without_departed(self, now: float) -> Actions:
+        held = [round_ for round_ in self._open.values() if round_.held]
+        return [action for round_ in held for action in self._fail_if_departed(round_, now)]
 
     def _continue_without(self, lost: Set[int], now: float) -> Actions:
         """Elastic: workers are lost, and the others continue.
 
         Their pushes to open rounds do not count: nobody has been answered yet, and an average is over the
-            ranks that are present.
+        ranks that are present.
         """
         actions: Actions = []
         for round_ in list(self._open.values()) if lost else ():
@@ -347,15 +345,12 @@ class ServerRounds:
         self._admission.release(round_)
         round_.advance(event)
 
-    def _failure(self, key: Key, kind: FailureKind, reason: str) -> Failure:
-        return Failure(self._epoch, *key, kind, f"tensor {key.tensor!r}, step {key.step}: {reason}")
+    def _failure(self, key: Key, event: RoundEvent, reason: str) -> Failure:
+        where = f"tensor {key.tensor!r}, step {key.step}"
+        return Failure(self._epoch, *key, FAILURES[event], f"{where}: {reason}")
 
-    def _given_up(self, key: Key, ranks: Iterable[int]) -> Failure:
-        """The failure of a round for which some ranks will never push this chunk."""
-        given_up = f"rank(s) {listing(sorted(ranks))} ended this step without this chunk"
-        return self._failure(key, "mismatch", f"ranks disagree: {given_up}; see what failed there")
-
-    def _fail(self, round_: ServerRound, event: FailEvent, failure: Failure, now: float) -> Actions:
+    def _fail(self, round_: ServerRound, event: RoundEvent, reason: str, now: float) -> Actions:
+        failure = self._failure(round_.key, event, reason)
         peers = [held.peer for held in round_.held.values()]
         # Even without peers, because the failure is counted and logged when the reply is carried out.
         return [Reply(peers, failure, ends=True), *self._close(round_, event, FailedRound(failure), now)]
@@ -363,8 +358,7 @@ class ServerRounds:
     def _close(self, round_: ServerRound, event: RoundEvent, outcome: Outcome, now: float) -> Actions:
         """Ends a round that has an outcome, and admits refused rounds."""
         self._end(round_, event)
-        # A recovery round has the ranks of an earlier outcome, or fails for lack of them. If it is asked for
-        # once more, it fails once more.
+        # A recovery round has the ranks of an earlier outcome, or fails for lack of them, however often.
         if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks
         round_.held, round_.fragments, round_.ranks, round_.arrivals = {}, {}, set(), []
@@ -398,3 +392,9 @@ class ServerRounds:
             if 2 * len(round_.ranks) >= len(self._peers):
                 missing = self._peers.keys() - round_.ranks
                 return self.late.wait(missing, round_.arrivals, len(self._peers), now)
+
+
+def _given_up(ranks: Iterable[int]) -> str:
+    """Why a round fails for which some ranks will never push this chunk."""
+    given_up = f"rank(s) {listing(sorted(ranks))} ended this step without this chunk"
+    return f"ranks disagree: {given_up}; see what failed there"

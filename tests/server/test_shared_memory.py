@@ -16,7 +16,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from tests.server.test_replies import Stalled
+from tests.server.test_replies import Network, route_of
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError
@@ -36,7 +36,7 @@ MIB = 1 << 20
 JOB, PEER = "job", b"worker-1"
 CLUSTER = ClusterConfig(job=JOB)
 VALUES = bytes(range(256)) * 512
-GREETED_SECONDS = 1.0
+GREETED_SECONDS = 10.0
 
 
 class Both(NamedTuple):
@@ -446,9 +446,10 @@ def test_without_its_name_a_server_serves_all_the_same(
 
 def test_a_worker_that_is_dropped_may_still_read_what_it_was_lent(both: Both) -> None:
     """Perhaps it was stopped, with answers that it has received and not read."""
-    stalled: Any = Stalled(PEER + b"-secret")
+    network: Any = Network()
+    network.stalled = {route_of(PEER): "it has taken nothing"}
     counters = ServerMetrics(CollectorRegistry())
-    replies = ReplySender("job", "box:1", stalled, stalled, both.server, Workers(), counters, OFF)
+    replies = ReplySender("job", "box:1", network, network, both.server, Workers(), counters, OFF)
     taken = hand_over(both, give(both.server))
     replies.drop_stalled()
     assert both.server.pool.allocate(len(VALUES)).fill_(0).count_nonzero() == 0

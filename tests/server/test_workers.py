@@ -25,7 +25,7 @@ def test_a_rank_has_left_once_a_view_says_so() -> None:
     workers = Workers()
     assert workers.follow(VIEW) == {}
     (said,) = workers.follow(structs.replace(VIEW, left=(1,))).items()
-    assert said == (1, f"{WORKERS[1]} left the job")
+    assert said == (1, f"{WORKERS[1]} left the job; see the log there")
 
 
 def test_a_peer_is_known_by_its_identity(workers: Workers) -> None:
@@ -47,6 +47,7 @@ def test_a_peer_that_is_not_in_the_view_any_more_is_unknown(workers: Workers) ->
 def test_a_peer_pushes_for_its_own_rank(workers: Workers) -> None:
     push = make_held(0, KEY).push
     workers.check(push, peer_of(0))
+    assert workers.is_of(push, peer_of(0))
     for other in (peer_of(1), b"unknown"):
         with pytest.raises(ProtocolError, match="push of rank 0 by another peer"):
             workers.check(push, other)

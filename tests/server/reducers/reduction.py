@@ -45,7 +45,7 @@ def outcome_of(payloads: Sequence[Payload]) -> Outcome:
 
 def reduce(payloads: Sequence[Payload]) -> tuple[Result, Sequence[memoryview]]:
     """The message and the frames that every rank gets."""
-    answer = outcome_of(payloads).reply(payloads[0].push.rank)
+    (answer,) = outcome_of(payloads).reply(payloads[0].push.rank)
     assert isinstance(answer.message, Result)
     return answer.message, answer.frames
 

@@ -410,8 +410,7 @@ def test_a_sum_too_large_for_a_message_comes_in_fragments_with_the_same_bits() -
     expected, (positions, sums) = reduce(whole)
     reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 2 * 1000 * (16 + 8))["sparse"]
     outcome = reducer.reduce(cut)
-    answer = outcome.reply(0)
-    answers = [answer, *answer.others]
+    answers = outcome.reply(0)
     results: list[Any] = [each.message for each in answers]
     assert [(result.fragment, result.fragments) for result in results] == [(0, 2), (1, 2)]
     assert [result.pushed for result in results] == [2700, 0]
@@ -432,15 +431,14 @@ def test_a_sum_of_more_messages_than_a_send_queue_takes_has_larger_ones() -> Non
     push, frames = sparse_push(0, range(rows), torch.ones(rows, 1), rows)
     payload = read(push, frames)
     reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 2 * 9 * 12)["sparse"]  # 9 rows in half of it
-    answer = reducer.reduce([payload]).reply(0)
-    answers = [answer, *answer.others]
+    answers = reducer.reduce([payload]).reply(0)
     decoder: Decoder[FromServer] = Decoder("job", FromServer)
     results: list[Any] = [decoder.decode(encode("job", each.message)) for each in answers]
     assert [result.fragment for result in results] == list(range(MAX_RESULT_FRAGMENTS))
     assert sum(result.rows for result in results) == rows
 
     reducer = make_reducers(OrdinaryMemory(BufferPool(1 << 20)), 9 * 12)["sparse"]
-    failure = reducer.reduce([payload]).reply(0).message
+    failure = reducer.reduce([payload]).reply(0)[0].message
     assert isinstance(failure, Failure)
     assert (failure.kind, failure.tensor, failure.step, failure.chunk) == ("size", "t", 5, 2)
     assert "a sum of 40000 rows on one server" in failure.reason
@@ -463,6 +461,17 @@ def test_blocks_are_summed_as_if_all_ranks_had_pushed_all() -> None:
     assert (positions.tolist(), ahead.tolist()) == ([0, 1, 2], [4, 7, 6])
     values = tensor_from_bytes(frames[1], torch.float32, (3, 2))
     assert same_bits(values, torch.tensor([[1e8, 0.0], [0.0, 2.0], [0.0, 5.0]]))
+
+
+def test_blocks_after_one_that_no_rank_has_are_summed() -> None:
+    pushes = [
+        blocks_push(0, {0: [1.0, 2.0], 2: [3.0, 4.0], 4: [5.0, 6.0]}, [NONE_LEFT] * 5),
+        blocks_push(1, {4: [10.0, 20.0]}, [NONE_LEFT] * 5),
+    ]
+    _, frames = reduce([read(push, frames) for push, frames in pushes])
+    assert decode_blocks(frames[0], 3, 5)[0].tolist() == [0, 2, 4]
+    values = tensor_from_bytes(frames[1], torch.float32, (3, 2))
+    assert values.tolist() == [[1.0, 2.0], [3.0, 4.0], [15.0, 26.0]]
 
 
 def test_minus_zero_survives_where_all_ranks_have_pushed_it() -> None:

@@ -13,7 +13,8 @@ from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
-TEXT = "a server and then rank 2 were lost within one round"
+ADVICE = "restart this worker, or the job if none goes on"
+TEXT = f"a server and then rank 2 were lost within one round; {ADVICE}"
 
 
 def make_rounds(ring: int = 1) -> ServerRounds:
@@ -163,7 +164,7 @@ def test_a_forgotten_outcome_is_reduced_again_only_over_the_same_ranks(is_in_it:
     follow(rounds, (0, 1))
     actions = push(rounds, 0)
     if is_in_it:
-        reason = "rank 2 was lost, and the result with its push had to be forgotten"
+        reason = f"rank 2 was lost, and the sum with its push dropped; {ADVICE}"
         assert failed(actions) == ([peer_of(0)], f"tensor 't', step 0: {reason}")
     else:
         assert actions == []

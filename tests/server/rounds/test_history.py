@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,6 +44,32 @@ def test_its_memory_is_counted() -> None:
     assert past.size_bytes == 0
 
 
+def test_ranks_are_looked_through_only_if_one_has_passed() -> None:
+    """A tick asks for each open round."""
+
+    class Ranks(list[int]):
+        looked_through = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.looked_through += 1
+            return super().__iter__()
+
+    past, ranks = History(), Ranks(range(RANKS))
+    for rank in ranks:
+        past.note("a", rank, 3, 2)
+    ranks.looked_through = 0
+    assert past.passed(Key("a", 3, 0), ranks) == past.passed(Key("a", 3, 1), ranks) == set()
+    assert past.passed(Key("a", 4, 0), ranks) == past.passed(Key("other", 0, 0), ranks) == set()
+    assert ranks.looked_through == 0
+    assert past.passed(Key("a", 3, 2), ranks) == past.passed(Key("a", 2, 0), ranks) == {*range(RANKS)}
+    past.note("a", 1, 3, 1)
+    past.note("a", 2, 3, 0)
+    assert past.passed(Key("a", 3, 0), ranks) == {2}
+    assert past.passed(Key("a", 3, 1), ranks) == {1, 2}
+    past.clear()
+    assert past.passed(Key("a", 3, 1), ranks) == set()
+
+
 def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     past, key = History(), Key("a", 3, 0)
     past.note(key.tensor, 0, key.step, 1)
@@ -81,12 +108,14 @@ def test_evictable_bytes_are_what_forgetting_frees() -> None:
 
 def test_the_next_step_takes_the_place_of_what_is_kept_until_then() -> None:
     past = History()
-    for step in range(3):
-        past.keep(ended(Key("a", step, 0), kind=Pinned))
-        assert (past.size_bytes, past.kept_bytes, past.evictable_bytes) == (ROUND_BYTES, ROUND_BYTES, 0)
+    for step, kind in enumerate((Pinned, Pinned, FixedOutcome, FixedOutcome, Pinned)):
+        past.keep(ended(Key("a", step, 0), kind=kind))
+        assert (past.size_bytes, past.kept_bytes) == (ROUND_BYTES, ROUND_BYTES)
+        assert past.evictable_bytes == (0 if kind is Pinned else ROUND_BYTES - FORGOTTEN_BYTES)
         last = past.last(Key("a", step, 0))
         assert last is not None
         assert last.key.step == step
+        assert [*past] == [last]
 
 
 def test_nothing_is_known_under_a_new_ring() -> None:

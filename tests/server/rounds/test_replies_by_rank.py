@@ -37,16 +37,13 @@ class NextRows(Outcome):
     def __init__(self, push: Push, table: Table, wanted: dict[int, Numbers]) -> None:
         self._push, self._table, self._wanted = push, table, wanted
         self.computed = 0
+        self.size_bytes = sum(numbers.nbytes for numbers in wanted.values())
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(numbers.nbytes for numbers in self._wanted.values())
-
-    def reply(self, rank: int) -> Answer:
+    def reply(self, rank: int) -> Sequence[Answer]:
         self.computed += 1
         push, wanted = self._push, self._wanted[rank]
         result = Result(push.ring_epoch, push.tensor, push.step, push.chunk, len(wanted), "none")
-        return Answer(result, (wanted.data.cast("B"), self._table[wanted].data.cast("B")))
+        return [Answer(result, (wanted.data.cast("B"), self._table[wanted].data.cast("B")))]
 
 
 class TableReducer(Reducer[Gradients]):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
-from zenps.errors import ProtocolError
+from zenps.errors import LATE_ADVICE, ProtocolError
 from zenps.server.reducers.base import Answer, FailedRound, Outcome
-from zenps.server.rounds.admission import ROUND_BYTES
+from zenps.server.rounds.admission import ROUND_BYTES, WITH_ALLOWANCE
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
@@ -50,14 +50,11 @@ class FixedOutcome(Outcome):
     """The same result and frames for every rank."""
 
     def __init__(self, key: Key, frames: Sequence[memoryview] = ()) -> None:
-        self._answer = Answer(result_of(key), frames)
+        self._answers = [Answer(result_of(key), frames)]
+        self.size_bytes = sum(frame.nbytes for frame in frames)
 
-    @property
-    def size_bytes(self) -> int:
-        return sum(frame.nbytes for frame in self._answer.frames)
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
+    def reply(self, rank: int) -> Sequence[Answer]:
+        return self._answers
 
 
 class Cluster(RuleBasedStateMachine):
@@ -197,7 +194,7 @@ class Cluster(RuleBasedStateMachine):
         actions = self.rounds.on_push(held, self.now)
         if last is not None and last.key.step == key.step:  # failed without this rank
             assert last.outcome is not None
-            answer = last.outcome.reply(rank)
+            (answer,) = last.outcome.reply(rank)
             assert actions == [Reply([held.peer], answer.message, answer.frames)]
             self.end(rank, key)
             return
@@ -300,7 +297,7 @@ class Cluster(RuleBasedStateMachine):
                 assert len({each.push.shape for each in held.values()}) > 1
             case "deadline":
                 assert age_seconds > DEADLINE_SECONDS
-                assert failure.reason.endswith(f"from rank(s) {', '.join(map(str, missing))}")
+                assert f"from rank(s) {', '.join(map(str, missing))}; {LATE_ADVICE}" in failure.reason
             case "lost":
                 assert any(failure.reason.endswith(self.departed.get(rank, "?")) for rank in missing)
 
@@ -470,8 +467,18 @@ def test_a_deadline_names_the_missing_ranks() -> None:
     (reply,) = rounds.on_tick(DEADLINE_SECONDS + 0.1)
     assert isinstance(reply, Reply)
     assert list(reply.peers) == [peer_of(2), peer_of(0)]
-    reason = "tensor 'a', step 0: no push within 30 s from rank(s) 1, 3"
+    reason = f"tensor 'a', step 0: no push within 30 s from rank(s) 1, 3; {LATE_ADVICE}"
     assert reply.message == Failure(1, *KEY, "deadline", reason)
+
+
+def test_no_rank_is_late_while_the_server_was_stopped() -> None:
+    rounds = make_rounds(2)
+    assert rounds.on_push(make_held(0, KEY), 1.0) == []
+    rounds.on_stopped(2 * DEADLINE_SECONDS)
+    now = 1.5 + 2 * DEADLINE_SECONDS
+    assert rounds.on_tick(now) == []
+    assert rounds.late.seconds == pytest.approx({1: 0.5})
+    assert rounds.on_tick(now + DEADLINE_SECONDS), "then it has had its time"
 
 
 def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
@@ -502,6 +509,7 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
         ({"columns": 2}, "of which number 0 has 4 positions of 2 element(s)"),
         ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
         ({"span": 7}, "of which number 0 has 7 positions of 4 element(s)"),
+        ({"given": "drained sparse"}, "rank(s) 1 pushed drained sparse, averaged"),
     ],
 )
 def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, object], text: str) -> None:
@@ -610,6 +618,8 @@ def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_ra
     own, refused = Key("own", 0, 0), keys[fitting + 1]
     busy = [Reply([peer_of(0)], Busy(1, *refused))]
     assert rounds.on_push(make_held(0, refused, BUSY_SIZE, again=True), 0.0) == busy
+    asked = rounds.on_tick(0.0)
+    assert {type(reply.message) for reply in asked if isinstance(reply, Reply)} == {Wanted}
     assert rounds.on_push(make_held(1, own, BUSY_SIZE, again=True), 0.0) == []
     assert rounds.held_bytes == (fitting + 2) * round_bytes
     # When it has ended, the next.
@@ -708,6 +718,11 @@ def test_a_refused_round_that_another_rank_gives_up_fails() -> None:
     assert rounds.on_give_up(1, GiveUp(1, "b", 0), 0.0) == [
         Reply([peer_of(0)], Failure(1, "b", 0, 0, "mismatch", f"tensor 'b', step 0: {GIVEN_UP}"), ends=True)
     ]
+    following = Key("b", 1, 0)
+    assert rounds.on_push(make_held(0, following, BUSY_SIZE), 0.0) == [
+        Reply([peer_of(0)], Busy(1, *following))
+    ]
+    assert rounds.on_give_up(1, GiveUp(1, "b", 0), 0.0) == [], "said again"
 
 
 def test_a_rank_that_gives_a_round_up_ends_it_for_all_at_once() -> None:
@@ -785,11 +800,36 @@ def test_a_round_counts_by_its_largest_push() -> None:
     assert isinstance(reply.message, Busy)
 
 
-def test_old_results_go_before_a_push_is_refused() -> None:
+@pytest.mark.parametrize(("lacking_bytes", "opens"), [(0, True), (1, False)])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_round_opens_if_it_just_fits(again: bool, lacking_bytes: int, opens: bool) -> None:
+    ample = make_rounds(2)
+    keys = [Key(name, 0, 0) for name in "ab"]
+    for key in keys:
+        assert ample.on_push(make_held(0, key, again=again), 0.0) == []
+    budgets = WITH_ALLOWANCE if again else 1
+    needed_bytes = ample._admission.used_bytes + ample._admission.used_bytes % budgets
+    rounds = make_rounds(2, needed_bytes // budgets - lacking_bytes)
+    if again:
+        rounds._admission._beyond.add(0)
+    assert rounds.on_push(make_held(0, keys[0], again=again), 0.0) == []
+    busy = [Reply([peer_of(0)], Busy(1, *keys[1]))]
+    assert rounds.on_push(make_held(0, keys[1], again=again), 0.0) == ([] if opens else busy)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_old_results_go_before_a_push_is_refused(again: bool) -> None:
     rounds = make_rounds(2, 10_000)
     complete(rounds, KEY, [0, 1], (memoryview(bytes(5000)),))
-    assert push_all(rounds, Key("b", 0, 0), [0], BUSY_SIZE) == []
+    assert rounds.on_push(make_held(0, Key("b", 0, 0), BUSY_SIZE, again=again), 0.0) == []
     assert rounds.held_bytes == ROUND_BYTES + 2 * BUSY_SIZE
+
+
+def test_only_the_last_result_is_kept_if_there_is_no_room_for_two() -> None:
+    rounds = make_rounds(1, 10_000)
+    for name in "abc":
+        complete(rounds, Key(name, 0, 0), [0], (memoryview(bytes(6000)),))
+        assert [kept.key.tensor for kept in rounds._history] == [name]
 
 
 def test_old_results_go_also_for_a_round_beside_an_open_one() -> None:
@@ -917,6 +957,18 @@ def test_refusals_of_rounds_that_have_opened_do_not_count(monkeypatch: pytest.Mo
             (reduce,) = push_all(rounds, key, ranks, BUSY_SIZE)
             assert isinstance(reduce, Reduce)
             finish(rounds, key, FixedOutcome(key))
+
+
+def test_refusals_of_rounds_that_were_given_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zenps.server.rounds.admission.MAX_REFUSED", 1)
+    rounds = make_rounds(2, 10_000)
+    rounds.on_push(make_held(0, Key("open", 0, 0), BUSY_SIZE), 0.0)
+    for name in "ab":
+        assert isinstance(rounds.on_push(make_held(0, Key(name, 0, 0), BUSY_SIZE), 0.0)[0], Reply)
+        with pytest.raises(ProtocolError, match="rank 0 has 1 refused rounds"):
+            rounds.on_push(make_held(0, Key("c", 0, 0), BUSY_SIZE), 0.0)
+        assert rounds.on_give_up(0, GiveUp(1, name, 0), 0.0) == []
+        assert rounds.on_tick(0.0) == []
 
 
 def test_a_late_push_of_a_forgotten_round_keeps_no_room_for_ever() -> None:
@@ -1125,7 +1177,7 @@ def test_a_rank_that_no_push_stands_for_is_missing() -> None:
     (action,) = rounds.on_tick(DEADLINE_SECONDS + 1)
     assert isinstance(action, Reply)
     assert isinstance(action.message, Failure)
-    assert action.message.reason.endswith("from rank(s) 2, 3")
+    assert action.message.reason.endswith(f"from rank(s) 2, 3; {LATE_ADVICE}")
     rounds.on_push(make_held(0, Key("t", 1, 0), stands_for=(1,)), 0.0)
     assert rounds.on_departed(1, "worker 1 left the job", 0.0) == []
     (action,) = rounds.on_departed(3, "worker 3 left the job", 0.0)
@@ -1164,7 +1216,7 @@ def test_all_fragments_of_an_answer_go_to_all_ranks() -> None:
     assert isinstance(reduce, Reduce)
     parts = [structs.replace(result_of(KEY), fragment=number, fragments=3) for number in range(3)]
     outcome = FixedOutcome(KEY)
-    outcome._answer = Answer(parts[0], (), [Answer(part, ()) for part in parts[1:]])
+    outcome._answers = [Answer(part) for part in parts]
     assert finish(rounds, KEY, outcome) == [Reply([peer_of(0), peer_of(1)], part) for part in parts]
 
 
