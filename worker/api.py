@@ -35,10 +35,10 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
     ends the process as ``sys.exit(143)`` does, unless the script has set another handler.
 
     Raises:
-        ConfigError: a setting is wrong, the scheduler does not list this worker's key, or several workers
-            were started without a scheduler.
+        ConfigError: a setting is wrong, the scheduler does not list this worker's key or has no route from
+            here, or several workers were started without a scheduler.
         DeadlineError: the cluster was not complete within ``cluster.rendezvous_seconds``.
-        MismatchError: a shared setting differs from the scheduler's.
+        MismatchError: a shared setting, or the version of ZenPS, differs from the scheduler's.
         UsageError: called again with other settings, the rank is taken, the cluster is complete, or the job
             has ended.
         PeerLostError: a node was lost meanwhile, the job has failed, or workers cannot reach one another.
@@ -67,7 +67,7 @@ def shutdown() -> None:
     handled; errors of the drain are raised once this worker has left.
 
     A signal handler may call this and then ``sys.exit()``. Within :func:`init` it does nothing: there is no
-    cluster to leave yet.
+    cluster to leave yet. If it has interrupted a wait for gradients, nothing is drained.
     """
     # Do not wait for others in the `finally` of a script that fails.
     PROCESS.leave(together=sys.exception() is None)
@@ -120,13 +120,16 @@ def load_sparsifier_state_dict(state: Mapping[str, Any]) -> None:
     for a tensor of another size, or that the state does not have.
 
     Raises:
-        UsageError: the state is of another sparsifier, rank or world size.
+        UsageError: the state is of another sparsifier, rank, world size or staleness.
     """
     sparsification = PROCESS.world.sparsification
     if sparsification is not None:
         sparsification.load_state_dict(state)
     elif state:
-        raise UsageError("sparsifier state: expected none, because no gradient is sparsified here")
+        raise UsageError(
+            "sparsifier state: expected none, because no gradient is sparsified here; set sync.sparsifier as "
+            "in the job that saved it"
+        )
 
 
 def barrier() -> None:

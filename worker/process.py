@@ -19,6 +19,7 @@ from zenps.config.settings import FIELDS, Config
 from zenps.errors import UsageError
 
 from .bootstrap import join_cluster
+from .core.interrupts import MASK
 from .core.pending import FORKED
 from .world import LocalWorld, World
 
@@ -146,6 +147,9 @@ class Process:
                 self._world = LocalWorld(config)
                 return
             self._owner = os.getpid()
+            # Here, because Python 3.13 clears in a new process of multiprocessing what was registered before.
+            atexit.unregister(self.leave_at_exit)
+            atexit.register(self.leave_at_exit)
             has_left = self._scheduler == config.cluster.scheduler
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._exit)
@@ -185,7 +189,9 @@ class Process:
         self._before_leaving = [*living, weakref.WeakMethod(call)]
 
     def _finish(self, together: bool) -> None:
-        for reference in self._before_leaving if together else ():
+        # A signal handler that has interrupted a wait cannot wait for the same result, nor for a lock that
+        # the interrupted call holds.
+        for reference in self._before_leaving if together and not MASK.has_interrupted else ():
             if (call := reference()) is not None:
                 call()
 
@@ -229,5 +235,4 @@ def _is_main_thread() -> bool:
 
 
 PROCESS = Process()
-atexit.register(PROCESS.leave_at_exit)
 os.register_at_fork(after_in_child=PROCESS.after_fork)

@@ -43,6 +43,8 @@ class World(ABC):
         sparsification: of dense gradients; None if they are pushed whole.
         keeps_residuals: True if, by the settings, a part of each gradient stays behind until its next push.
         spans: for a timeline.
+        statistics: of this worker.
+        partition: the partition strategy in use, or ``none``.
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
         averager: averages models within groups of workers; None if there is no other worker to average with.
@@ -57,6 +59,8 @@ class World(ABC):
     sparsification: Sparsification | None
     keeps_residuals: bool
     spans: Spans
+    statistics: Statistics
+    partition: str
     staleness: int
     averages_models: bool
     averager: GroupAverager | None
@@ -83,17 +87,9 @@ class World(ABC):
     def is_distributed(self) -> bool:
         """True if there is a cluster."""
 
-    @abstractmethod
     def stats(self) -> Stats:
         """Returns a copy of the statistics so far."""
-
-    @abstractmethod
-    def note_staleness(self, steps: int) -> None:
-        """Notes for how many steps an optimizer has pushed gradients and not applied their averages."""
-
-    @abstractmethod
-    def note_consensus(self, distance: float) -> None:
-        """Notes the distance of this worker's model from the average of all, relative to the average."""
+        return structs.replace(self.statistics.stats, partition=self.partition)
 
     @abstractmethod
     def begin(self, request: Request) -> Pending:
@@ -139,21 +135,14 @@ class LocalWorld(World):
     sparsification = None
     keeps_residuals = False
     spans = Spans()
+    partition = LocalBackend.partition
     staleness = 0
     averages_models = False
     averager = None
 
     def __init__(self, config: Config) -> None:
-        self._backend = LocalBackend(config, Statistics(WorkerMetrics(CollectorRegistry())))
-
-    def stats(self) -> Stats:
-        return Stats()
-
-    def note_staleness(self, steps: int) -> None:
-        """Does nothing: a worker alone pushes nothing."""
-
-    def note_consensus(self, distance: float) -> None:
-        """Does nothing: a worker alone averages with nobody."""
+        self.statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+        self._backend = LocalBackend(config, self.statistics)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -211,7 +200,8 @@ class ClusterWorld(World):
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification
         self.keeps_residuals = self.sparsification is not None or config.sync.values != "same"
-        self.spans = session.spans
+        self.spans, self.statistics = session.spans, session.statistics
+        self.partition = backend.partition
         self.averages_models = config.sync.consistency == "ds-sync"
         self.averager = averager
         self.staleness = config.sync.staleness if config.sync.consistency == "ssp" else 0
@@ -228,15 +218,6 @@ class ClusterWorld(World):
     @property
     def local_size(self) -> int:
         return len(self._ranks_here())
-
-    def stats(self) -> Stats:
-        return structs.replace(self._session.statistics.stats, partition=self._backend.partition)
-
-    def note_staleness(self, steps: int) -> None:
-        self._session.statistics.note_staleness(steps)
-
-    def note_consensus(self, distance: float) -> None:
-        self._session.metrics.consensus_distance.set(distance)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)

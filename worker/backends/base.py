@@ -59,6 +59,11 @@ class Session(NamedTuple):
         return self.lease.view.rank
 
     @property
+    def host(self) -> str:
+        """The name of this worker's host."""
+        return next(worker.host for worker in self.lease.view.workers if worker.rank == self.rank)
+
+    @property
     def size(self) -> int:
         """The number of workers."""
         return len(self.lease.view.workers)

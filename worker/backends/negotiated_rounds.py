@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -17,14 +17,13 @@ from torch import Tensor
 
 from zenps.errors import MismatchError, ZenPSError
 
-from ..core.pending import LeftError, Notifier, Pending, in_flight
+from ..core.pending import LeftError, Notifier, Pending, Waiting, in_flight
 from ..core.request import Request
+from ..transport.channel import CLOSE_SECONDS
+from ..transport.peer_group import MAX_SECONDS
 from .base import Session
 from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
 from .servers import ServerBackend
-
-# How long close() waits for each thread to end.
-CLOSE_SECONDS = 1.0
 
 
 class NegotiatedRound(Struct, eq=False):
@@ -67,6 +66,8 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._rank, self._size = session.rank, session.size
         self._notifier = Notifier()
         """Wakes callers when their results are there."""
+        timeout_seconds = session.timeout_seconds + MAX_SECONDS
+        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._threads: Sequence[threading.Thread] = ()
         self._news = threading.Condition()
         """Guards the fields below and wakes threads that wait for work. The thread that polls the channel
@@ -114,6 +115,16 @@ class NegotiatedRounds(ABC, Generic[R]):
         self.fail(LeftError())
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
+
+    def _guarded(self, run: Callable[[], None]) -> None:
+        """Runs on a thread. All rounds fail if it raises."""
+        try:
+            run()
+        except ZenPSError as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(ZenPSError(f"the thread {threading.current_thread().name} ended: {error!r}"))
+            raise
 
     @abstractmethod
     def _shut_down(self) -> None:

@@ -1,8 +1,8 @@
 """Negotiation messages: what each rank says about a tensor before ranks exchange it. Pure.
 
-Ranks negotiate over a server: each pushes its own row of a small dense tensor, and pulls the rows of all
-ranks. This is an ordinary round. So a rank that is late, is lost or pushes another tensor is found before any
-rank waits for another.
+Ranks negotiate over a server: each pushes a small table that is zero except for its own row, and pulls the
+sum, which has the rows of all ranks. This is an ordinary round. So a rank that is late, is lost or pushes
+another tensor is found before any rank waits for another.
 """
 
 from __future__ import annotations

@@ -14,11 +14,12 @@ from ..core.pending import Pending, Waiting
 from ..core.request import Options, Request
 from ..core.statistics import Counted, Progress
 from ..core.steps import Steps
-from ..core.transfer import OneRound, Transfer, Transform, transformed
+from ..core.transfer import OneRound, Transfer, Transform, take_back, transformed
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
 from ..sparsify.agreed import Agreed, AgreedTransfer
 from ..sparsify.sparsification import Sparsified
+from ..transport.commands import GiveUpAhead
 from ..transport.submit_queue import SubmitQueue
 from .base import Backend, Session
 
@@ -57,8 +58,9 @@ class ServerBackend(Backend):
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
             self.look(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._count_names(request))
+        transforms: list[Transform] = []
         try:
-            request, transforms = self._transformed(request, progress.step)
+            request = self._transformed(request, progress.step, transforms)
             with self._session.spans("compact", name, progress.step) as span:
                 transfer = self._begin_transfer(request, transforms, progress.expected_rows)
                 if span:
@@ -69,7 +71,8 @@ class ServerBackend(Backend):
             if counted == "rows":
                 self._give_up(request, progress)
             else:
-                self._steps.take_back(name)
+                self._steps.take_back(name, progress)
+            take_back(transforms)
             raise
         return pending
 
@@ -82,7 +85,7 @@ class ServerBackend(Backend):
         """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
         progress.ended = True
         for name, step in self._planner.first_rounds(request, progress.step):
-            self._session.channel.give_up(name, step)
+            self._session.channel.post(GiveUpAhead(name, step))
 
     def _count_names(self, request: Request) -> int:
         names = 1 if self._sparsification is None else self._sparsification.count_names(request)
@@ -108,13 +111,14 @@ class ServerBackend(Backend):
         assert isinstance(transfer, OneRound), "on the CPU, and not in blocks"
         return transfer
 
-    def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
-        """Applies all transforms of a tensor, in order."""
-        sparsification = self._sparsification
-        transforms = [] if sparsification is None else sparsification.transforms(request, step)
+    def _transformed(self, request: Request, step: int, transforms: list[Transform]) -> Request:
+        """Adds all transforms of a tensor to ``transforms``, and applies them in order."""
+        if self._sparsification is not None:
+            transforms += self._sparsification.transforms(request, step)
         request = transformed(request, transforms)
         further = self._planner.transforms(request.tensor)
-        return transformed(request, further), [*transforms, *further]
+        transforms += further
+        return transformed(request, further)
 
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""

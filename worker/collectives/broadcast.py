@@ -26,10 +26,6 @@ from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-_TENSOR = "__tensor__"
-_SPARSE = "__sparse__"
-_TUPLE = "__tuple__"
-
 
 def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     """Overwrites every rank's tensors with the root's, in place and bit for bit.
@@ -112,7 +108,10 @@ def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
             name = min(differing)
             here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
         unlike = listing(rank for rank in others if rank != root_rank)  # the root, if its tensors are refused
-        raise MismatchError(f"rank(s) {unlike} have other parameters than rank {root_rank}{here}")
+        raise MismatchError(
+            f"rank(s) {unlike} have other parameters than rank {root_rank}{here}; give all ranks the same "
+            "names, shapes and dtypes"
+        )
 
 
 def _describe(tensor: Tensor) -> str:
@@ -153,7 +152,8 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         value: plain data: None, bool, int of 64 bits, float, str, bytes, and lists and dicts of them, whose
             keys are not tuples. Tuples arrive as lists. Only the root's value is read.
         root_rank: the rank whose value all ranks get.
-        name: distinguishes broadcasts that run at the same time.
+        name: the same on all ranks, and in flight once at a time. If two broadcasts run at the same time,
+            give each its own.
 
     Raises:
         UsageError: there is no such rank, or the root's value is not plain data (nothing is pickled), or it
@@ -162,11 +162,14 @@ def broadcast_object(value: Any, root_rank: int = 0, name: str = "object") -> An
         ProtocolError: the received bytes are not a packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
-    return _broadcast_made(lambda: value, root_rank, name)
+    return broadcast_made(lambda: value, root_rank, name)
 
 
-def _broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
-    """Returns on every rank what ``make`` returns on the root. If it raises there, all ranks raise."""
+def broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
+    """Returns on every rank what ``make`` returns on the root. If it raises there, all ranks raise.
+
+    Other arguments and errors are those of :func:`broadcast_object`.
+    """
     data, failed = b"", None
     if PROCESS.world.rank == root_rank:
         try:
@@ -256,7 +259,7 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
         described = [[str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for tensor in tensors]
         return [skeleton, described]
 
-    skeleton, described = _broadcast_made(take_apart, root_rank, name)
+    skeleton, described = broadcast_made(take_apart, root_rank, name)
     if PROCESS.world.rank != root_rank:
         tensors = [
             torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device="cpu")
@@ -291,14 +294,14 @@ def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
     match value:
         case Tensor() if value.is_sparse:
             tensors += value._indices(), value._values()
-            return {_SPARSE: [len(tensors) - 2, list(value.shape), value.is_coalesced()]}
+            return {"__sparse__": [len(tensors) - 2, list(value.shape), value.is_coalesced()]}
         case Tensor():
             tensors.append(value)
-            return {_TENSOR: len(tensors) - 1}
+            return {"__tensor__": len(tensors) - 1}
         case dict():
             return {key: _take_apart(item, tensors) for key, item in value.items()}
         case tuple():
-            return {_TUPLE: [_take_apart(item, tensors) for item in value]}
+            return {"__tuple__": [_take_apart(item, tensors) for item in value]}
         case list():
             return [_take_apart(item, tensors) for item in value]
         case _:

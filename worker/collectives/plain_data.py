@@ -27,7 +27,10 @@ def pack_object(value: object) -> bytes:
         data: bytes = msgpack.packb(value)
         _check_keys(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"cannot send {type(value).__name__}: {error}; expected plain data") from None
+        raise UsageError(
+            f"cannot send {type(value).__name__}: {error}; expected plain data: None, bool, int, float, str, "
+            "bytes, and lists and dicts of these"
+        ) from None
     if len(data) > MAX_OBJECT_BYTES:
         raise UsageError(f"an object of {len(data)} bytes: expected at most {MAX_OBJECT_BYTES}; use tensors")
     return data

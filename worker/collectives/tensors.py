@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -53,11 +53,12 @@ def allgather(tensor: Tensor, name: str) -> Tensor:
         _check(tensor, name)
         tensor = tensor.detach()
         tensor = tensor if tensor.dim() else tensor.unsqueeze(0)
-        given = f"rows of {_dtype(tensor)} {tuple(tensor.shape[1:])}"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        given = f"rows of {dtype} {tuple(tensor.shape[1:])}"
     except TensorError as error:  # raised below, once the other ranks know
         refused = error
     prefix = f"allgather/{name}"
-    parts = _gather(tensor, _Round(f"{prefix}/rows", prefix, given, refused))
+    parts = _gather(tensor, f"{prefix}/rows", prefix, given, refused)
     return torch.cat(parts).to(tensor.device)
 
 
@@ -66,7 +67,8 @@ def allgather_object(value: Any, name: str = "object") -> list[Any]:
 
     Args:
         value: plain data, as for :func:`zenps.broadcast_object`. Tuples arrive as lists.
-        name: the same on all ranks, and in flight once at a time.
+        name: the same on all ranks, and in flight once at a time. If two calls run at the same time, on two
+            threads, give each its own.
 
     Raises:
         UsageError: the value of a rank is not plain data, or takes more than 2 GiB: all ranks raise this. Or
@@ -74,9 +76,17 @@ def allgather_object(value: Any, name: str = "object") -> list[Any]:
         ProtocolError: the received bytes are not a packed object.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
+    return allgather_made(lambda: value, name)
+
+
+def allgather_made(make: Callable[[], Any], name: str) -> list[Any]:
+    """Returns what ``make`` returns on each rank. If it raises on one, all ranks raise.
+
+    Other arguments and errors are those of :func:`allgather_object`.
+    """
     failed: Exception | None = None
     try:
-        data = pack_object(value)
+        data = pack_object(make())
     except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
         failed, data = error, pack_reason(error)
     prefix = f"allgather_object/{name}"
@@ -112,7 +122,8 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
         tensor: strided, on the CPU or a CUDA device, of a dtype that :func:`allgather` takes; the same dtype
             and shape on all ranks. Only the root's values are read. It may be changed once this returns.
         root_rank: the rank whose values all ranks get.
-        name: the same on all ranks, and in flight once at a time.
+        name: the same on all ranks, and in flight once at a time. If two broadcasts run at the same time,
+            give each its own.
 
     Raises:
         TensorError: the tensor cannot be broadcast; a sparse one, for example.
@@ -190,36 +201,31 @@ def allreduce(tensor: Tensor, name: str, op: Op = "average") -> Tensor:
     row = tensor.detach().unsqueeze(0) if refused is None else tensor
     # Ranks that sum the tensor push it under its own name, and as the scheme pushes values: there the
     # difference is found. OmniReduce sends control in one piece, but values in streams of other names.
-    parts = _gather(row, _Round(name, f"allreduce/{name}", given, refused, "value"))
+    parts = _gather(row, name, f"allreduce/{name}", given, refused, "value")
     return functools.reduce(_COMBINED[op], [part[0] for part in parts]).clone().to(tensor.device)
 
 
-class _Round(NamedTuple):
-    """How ranks gather a tensor.
+def _gather(
+    tensor: Tensor,
+    agreement: str,
+    data: str,
+    given: str,
+    refused: TensorError | None,
+    purpose: Purpose = "control",
+) -> list[Tensor]:
+    """Returns the tensors of all ranks on the CPU, which may differ in dimension 0.
 
-    Attributes:
+    Args:
         agreement: the name of the round in which ranks compare what they have.
         data: the name of the round of the tensors themselves.
         given: a description of the tensor, about which ranks must agree.
         refused: why this rank's tensor cannot be gathered; None if it can.
         purpose: of the agreement.
-    """
-
-    agreement: str
-    data: str
-    given: str
-    refused: TensorError | None
-    purpose: Purpose = "control"
-
-
-def _gather(tensor: Tensor, round_: _Round) -> list[Tensor]:
-    """Returns the tensors of all ranks on the CPU, which may differ in dimension 0.
 
     Raises:
         TensorError: ``refused``, once the other ranks know.
         MismatchError: ranks disagree.
     """
-    agreement, data, given, refused, purpose = round_
     counts: dict[int, int] = {}
     options = Options(purpose=purpose, given=given or "no tensor that can be gathered")
     try:
@@ -249,7 +255,3 @@ def _check(tensor: object, name: str) -> None:
     assert isinstance(tensor, Tensor)
     check_dtype(tensor, f"tensor {name!r}")
     check_outside_graph(tensor, name)
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

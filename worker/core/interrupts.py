@@ -23,6 +23,9 @@ from types import FrameType
 
 Handler = Callable[[int, FrameType | None], object]
 
+INTERRUPT_SECONDS = 0.1
+"""After so long, Ctrl-C interrupts the wait for a lock."""
+
 Ready = Callable[[], bool]
 """Returns True once the event that a thread waits for has happened. It is called often, and must not wait
 itself."""
@@ -103,8 +106,13 @@ class InterruptMask:
 
     @property
     def is_active(self) -> bool:
-        """True on the main thread within a mask."""
+        """True on the main thread within a mask that holds SIGINT back."""
         return self._is_replaced and get_ident() == _main_thread
+
+    @property
+    def has_interrupted(self) -> bool:
+        """True in a signal handler that has interrupted the main thread within a mask."""
+        return self._depth > 0 and get_ident() == _main_thread
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
         self.is_held = True
@@ -125,6 +133,31 @@ class _Lifted(contextlib.AbstractContextManager[None]):
     def __exit__(self, *exception: object) -> None:
         if self._mask.is_active:
             self._mask.replace()
+
+
+class MaskedLock(contextlib.AbstractContextManager[None]):
+    """A lock that is held within :data:`MASK`. Whoever waits for it can be interrupted.
+
+    It is released before the mask ends. Otherwise a handler that runs then, and calls ZenPS, would wait for a
+    lock that its own thread holds.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        MASK.__enter__()
+        try:
+            while not self._lock.acquire(timeout=INTERRUPT_SECONDS):
+                with MASK.lifted:
+                    pass
+        except BaseException:
+            MASK.__exit__()
+            raise
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+        MASK.__exit__()
 
 
 MASK = InterruptMask()

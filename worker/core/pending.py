@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
-from .interrupts import MASK, Ready, Sleepers
+from .interrupts import MaskedLock, Ready, Sleepers
 from .request import Options, device_error
 from .spans import Spans
 from .statistics import Counted, Progress, Report, Statistics
@@ -83,7 +82,7 @@ class Waiting(NamedTuple):
 
 
 class Pending:
-    """The result to come of an asynchronous call. :meth:`wait` may be called from any thread.
+    """The future result of an asynchronous push_pull. :meth:`wait` may be called from any thread.
 
     Args:
         name: of the tensor.
@@ -95,10 +94,7 @@ class Pending:
         counted: the part of the round that goes into statistics.
 
     Attributes:
-        name: of the tensor.
-        options: how the tensor is synchronised.
-        progress: of this round.
-        counted: the part of the round that goes into statistics.
+        name, options, progress, counted: as given.
         report: the bytes and rows that were moved; set once the result is there.
         is_staged: True if a device has to finish its work before :meth:`begin`.
     """
@@ -133,7 +129,7 @@ class Pending:
         self._waited_seconds = self._worked_seconds = 0.0
         self._pulled: Tensor | None = None
         """The transfer's result, kept until its transforms are undone: Ctrl-C may interrupt before that."""
-        self._finishing = threading.Lock()
+        self._finishing = MaskedLock()
         self._result: Tensor | Exception | None = None
         self._forks = _forks
 
@@ -166,7 +162,7 @@ class Pending:
         """
         if self._result is None and self._forks != _forks:
             self._refuse_fork()
-        with self._finishing, MASK:
+        with self._finishing:
             if self._result is None:
                 assert self._transfer is not None
                 self._result = self._finish(self._transfer)
@@ -301,7 +297,8 @@ class Pending:
             if not self._answers:
                 if self._absorbed == absorbed and not progress.ended:
                     progress.ended = True
-                    return DeadlineError(f"tensor {self.name!r}: no answer within {timeout_seconds:g} s")
+                    reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
+                    return DeadlineError(f"tensor {self.name!r}: {reason}")
                 until = time.monotonic() + timeout_seconds
                 continue
             answer = self._answers.popleft()

@@ -26,7 +26,7 @@ NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _SUPPORTED = (*(dtype for dtype in ACCUMULATE if dtype not in NARROW), *NARROW)
 
 # The turn in a name of :func:`name_in_turn`.
-_TURN = re.compile(r"^([^/]*)\.\d+/")
+_TURN = re.compile(r"^([^/]*)\.(\d+)/")
 
 # A lone surrogate: a Python str may contain one, but UTF-8 cannot encode it.
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -169,6 +169,12 @@ def name_in_turn(prefix: str, turn: int, name: str) -> str:
     return f"{prefix}.{turn}/{name}"
 
 
+def turn_of(name: str) -> int:
+    """Returns the turn in a name; 0 if it has none, because only one round is in flight at once."""
+    found = _TURN.match(name)
+    return int(found[2]) if found else 0
+
+
 def without_turn(name: str) -> str:
     """Returns the name that a gradient would have if only one of its rounds were in flight at once."""
     return _TURN.sub(r"\1/", name)
@@ -202,12 +208,23 @@ def _check_tensor(tensor: object, average: bool) -> None:
     if tensor.layout not in (torch.strided, torch.sparse_coo):
         raise TensorError(f"layout {tensor.layout}: expected strided or sparse COO; use .to_sparse_coo()")
     if tensor.is_sparse and table_shape(tensor)[0] >= MAX_SIZE:
-        raise TensorError(f"a table of {table_shape(tensor)[0]} rows: expected less than {MAX_SIZE}")
+        rows = table_shape(tensor)[0]
+        raise TensorError(f"a table of {rows} rows: expected less than {MAX_SIZE}; divide the table")
     if tensor.is_sparse and table_shape(tensor)[1] > MAX_COLUMNS:
-        raise TensorError(f"rows of {table_shape(tensor)[1]} elements: expected at most {MAX_COLUMNS}")
-    if tensor.dtype not in _SUPPORTED and not (average and tensor.dtype == torch.bool):
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SUPPORTED)
-        raise TensorError(f"dtype {tensor.dtype}: expected one of {names}{_advice(tensor.dtype)}")
+        columns = table_shape(tensor)[1]
+        raise TensorError(f"rows of {columns} elements: expected at most {MAX_COLUMNS}; divide the rows")
+    check_reducible(tensor.dtype, average)
+
+
+def check_reducible(dtype: torch.dtype, average: bool) -> None:
+    """Checks that tensors of a dtype can be summed, or averaged.
+
+    Raises:
+        TensorError: they cannot.
+    """
+    if dtype not in _SUPPORTED and not (average and dtype == torch.bool):
+        names = ", ".join(str(each).removeprefix("torch.") for each in _SUPPORTED)
+        raise TensorError(f"dtype {dtype}: expected one of {names}{_advice(dtype)}")
 
 
 def _advice(dtype: torch.dtype) -> str:

@@ -27,8 +27,8 @@ class Feedback:
         counts: for the sparsifier's next step.
         first_step: the number of the sparsifier's step in which the tensor had step 0 in this job.
         next_step: of the sparsifier.
-        added_step: the step whose gradient is in the residual, though its push has failed or has yet to
-            begin; None if there is none. Another push of this step does not add it again.
+        added_step: the step whose gradient is whole in the residual, because its push has failed or has yet
+            to begin; None if there is none. Another push of this step does not add it again.
     """
 
     residual: Tensor

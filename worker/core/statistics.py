@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 from msgspec import Struct, field
@@ -76,14 +76,6 @@ class RowCounts(Struct, frozen=True):
     pushed: int
     pulled: int
     whole: int
-
-
-class Elements(NamedTuple):
-    """Elements of a sparsified gradient: of the whole, pushed by this worker, and pushed by any worker."""
-
-    whole: int
-    selected: int
-    union: int
 
 
 class Report(Struct, frozen=True):
@@ -165,13 +157,13 @@ class Statistics:
         if report.rows is not None:
             self._count_rows(report.rows)
 
-    def count_elements(self, elements: Elements) -> None:
-        """Counts a sparsified gradient."""
+    def count_elements(self, *, whole: int, selected: int, union: int) -> None:
+        """Counts a sparsified gradient: all its elements, those of this worker's push, and those of any."""
         with self._lock:
-            self._totals.whole_elements += elements.whole
-            self._totals.selected_elements += elements.selected
-            self._totals.union_elements += elements.union
-        for stage, count in elements._asdict().items():
+            self._totals.whole_elements += whole
+            self._totals.selected_elements += selected
+            self._totals.union_elements += union
+        for stage, count in (("whole", whole), ("selected", selected), ("union", union)):
             self._metrics.elements.labels(stage=stage).inc(count)
 
     def note_staleness(self, steps: int) -> None:
@@ -184,6 +176,10 @@ class Statistics:
         self._consistency = {"group": members[0], "group_size": len(members), "distance": distance}
         self._metrics.group_workers.set(len(members))
         self._metrics.group_distance.set(distance)
+
+    def note_consensus(self, distance: float) -> None:
+        """Notes the distance of this worker's model from the average of all, relative to the average."""
+        self._metrics.consensus_distance.set(distance)
 
     def note_selection(self, selected: int, mean: float) -> None:
         """Notes how many elements this worker has selected, and the mean of all workers."""

@@ -16,8 +16,9 @@ from .statistics import Progress
 class Steps:
     """The latest round of each tensor. Every method may be called from any thread.
 
-    Rounds of a tensor are numbered by its step. Ranks could not forget a name at the same moment, so names
-    are kept for ever and their number is limited.
+    Each round of a tensor has a number, its step, which all ranks count alike from 0. Ranks could not forget
+    a name at the same moment, and those that had forgotten it would count from 0 again. So names are kept for
+    ever, and their number is limited.
 
     Args:
         counter: counts the steps of the tensor that has had the most.
@@ -64,10 +65,11 @@ class Steps:
                 self._counter.total += 1
         return progress
 
-    def take_back(self, name: str) -> None:
-        """Takes back a tensor's latest round, of which nothing was sent: the name is free again."""
+    def take_back(self, name: str, progress: Progress) -> None:
+        """Takes back a tensor's round, of which nothing was sent: the name is free again."""
         with self._lock:
-            progress = self._latest[name]
+            if self._latest.get(name) is not progress:
+                return  # since joining workers were admitted, the name is free, or another round has it
             previous = progress.previous
             self._names += (previous.names if previous else 0) - progress.names
             if previous is None:

@@ -181,7 +181,7 @@ class Transfer(ABC):
     If the tensor lies on a GPU, :meth:`begin` may only be called once :meth:`prepared`.
 
     Attributes:
-        rows_given: rows before compaction.
+        rows_given: rows before compaction; a supplied transfer has none.
     """
 
     absorbs_on: ClassVar[Literal["caller", "poller"]] = "caller"
@@ -255,6 +255,9 @@ class Transform(ABC):
     def undo(self, result: Tensor) -> Tensor:
         """Returns the caller's result, given the sum over all ranks."""
 
+    def take_back(self) -> None:  # noqa: B027  # most take nothing from a residual
+        """Puts what was to be sent into the residual again; called if nothing was sent."""
+
 
 def transformed(request: Request, transforms: Sequence[Transform]) -> Request:
     """Applies transforms to the tensor of a request, in order. Ranks compare the tensor before them."""
@@ -264,6 +267,12 @@ def transformed(request: Request, transforms: Sequence[Transform]) -> Request:
     for transform in transforms:
         request = request._replace(tensor=transform.apply(request.tensor))
     return request
+
+
+def take_back(transforms: Sequence[Transform]) -> None:
+    """Calls :meth:`Transform.take_back` of each."""
+    for transform in transforms:
+        transform.take_back()
 
 
 class OneRound(Transfer):

@@ -26,6 +26,7 @@ from zenps.partition.layout import Layout
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.tensors import tensor_from_bytes
 
+from ..core.memory import POOL_BYTES
 from .pinned import pinned_pool, shared_pinned_pool
 
 # The time between two queries of a device: short compared with a round, long compared with the query itself.
@@ -84,6 +85,7 @@ class Accelerator(ABC):
     @abstractmethod
     def pinned_in(self, arena: Arena | None) -> BufferPool:
         """Returns pinned memory that servers on this host can read: in ``arena``, each time the same one.
+        From any thread.
 
         Without an arena, or if its memory cannot be pinned, returns :attr:`pinned`.
         """
@@ -98,7 +100,8 @@ class Accelerator(ABC):
         while not event.query():
             if time.monotonic() > until:
                 raise DeadlineError(
-                    f"{self.device} did not finish its work within {self.deadline_seconds:g} s"
+                    f"{self.device} did not finish its work within {self.deadline_seconds:g} s; raise "
+                    "cluster.deadline_seconds if its work takes longer"
                 )
             time.sleep(LOOK_SECONDS)
 
@@ -126,38 +129,39 @@ class CudaAccelerator(Accelerator):
 
     Args:
         device: with its index.
-        keep_bytes: how much unused pinned memory is kept.
         deadline_seconds: how long :meth:`wait_for` waits.
 
     Raises:
         ConfigError: CuPy is not installed.
     """
 
-    def __init__(self, device: torch.device, keep_bytes: int, deadline_seconds: float) -> None:
+    def __init__(self, device: torch.device, deadline_seconds: float) -> None:
         self.device = device
         self.launcher = CupyLauncher()
-        self.pinned = pinned_pool(keep_bytes)
+        self.pinned = pinned_pool(POOL_BYTES)
         self._shared: BufferPool | None = None
+        self._sharing = threading.Lock()
         self.deadline_seconds = deadline_seconds
         self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
 
     def pinned_in(self, arena: Arena | None) -> BufferPool:
         if arena is None:
             return self.pinned
-        if self._shared is None:
-            self._shared = shared_pinned_pool(arena, self.device) or self.pinned
-        return self._shared
+        with self._sharing:
+            if self._shared is None:
+                self._shared = shared_pinned_pool(arena, self.device) or self.pinned
+            return self._shared
 
 
 class Accelerators:
     """The accelerators of all devices, each made when it is first asked for. Thread-safe.
 
     Args:
-        keep_bytes, deadline_seconds: of each.
+        deadline_seconds: of each.
     """
 
-    def __init__(self, keep_bytes: int, deadline_seconds: float) -> None:
-        self._keep_bytes, self._deadline_seconds = keep_bytes, deadline_seconds
+    def __init__(self, deadline_seconds: float) -> None:
+        self._deadline_seconds = deadline_seconds
         self._made: dict[torch.device, Accelerator] = {}
         self._lock = threading.Lock()
 
@@ -169,7 +173,7 @@ class Accelerators:
         """
         with self._lock:
             if device not in self._made:
-                self._made[device] = CudaAccelerator(device, self._keep_bytes, self._deadline_seconds)
+                self._made[device] = CudaAccelerator(device, self._deadline_seconds)
             return self._made[device]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 
 import torch
@@ -54,10 +53,9 @@ class Planner:
         # Broadcasts happen once: in the pool, their buffers would displace those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
-        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
+        self._accelerators = Accelerators(config.cluster.patience_seconds)
         self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
         self._granule_orders = OnDevices(granule_order, lambda order: (order,))
-        self._lock = threading.Lock()
 
     def count_names(self, request: Request) -> int:
         """Returns how many names the tensor's rounds take: one for each stream.
@@ -112,14 +110,14 @@ class Planner:
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, arena)
         if self._in_blocks and (plan := self._plan(request)) is not None:
-            shardings = self._sharder.shard_streams(name, plan.streams)
+            shardings = self._sharder.ring.shard_streams(name, plan.streams)
             if gpu is None:
                 return BlockTransfer(tensor, plan, shardings, self._pool)
             return StagedBlocks(tensor, plan, shardings, gpu)
-        sharding = self._sharder.shard_dense(name, tensor.numel(), tensor.dtype)
+        sharding = self._sharder.ring.shard_dense(name, tensor.numel(), tensor.dtype)
         coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
         if gpu is not None:
-            pool = self._pinned(gpu, None if options.purpose == "broadcast" else arena)
+            pool = gpu.pinned_in(None if options.purpose == "broadcast" else arena)
             order = partial(self._granule_orders.of, gpu)
             return StagedDense(tensor, sharding, options.contributes, coder, order, gpu, pool)
         if sharding.layout is None:
@@ -133,19 +131,15 @@ class Planner:
         tensor = request.tensor
         rows, columns = table_shape(tensor)
         coder = self._coder(request, rows, columns)
-        sharding = self._sharder.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
+        sharding = self._sharder.ring.shard_sparse(request.name, rows, columns, tensor.dtype, expected_rows)
         if coder.form != "same":
             arena = None  # the coder has quantized values of its own, and the given ones are not sent
         if gpu is None:
             pool = None if arena is None else arena.pool
             return SparseTransfer(tensor, sharding, self._codec, self._kernels, coder, expected_rows, pool)
-        layout, pool = partial(self._device_layouts.of, gpu), self._pinned(gpu, arena)
+        layout, pool = partial(self._device_layouts.of, gpu), gpu.pinned_in(arena)
         cuda = self._config.cuda
         return StagedSparse(tensor, sharding, self._codec, cuda, layout, gpu, coder, expected_rows, pool)
-
-    def _pinned(self, gpu: Accelerator, arena: Arena | None) -> BufferPool:
-        with self._lock:
-            return gpu.pinned_in(arena)
 
     def _plan(self, request: Request) -> Plan | None:
         """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""

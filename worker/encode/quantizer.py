@@ -164,6 +164,8 @@ class Quantizer(ValueCoder):
         data, error = self._round(values)
         for begin, end in absent:
             error[begin:end] = residual[begin:end]
+        if self.flags is not None:
+            error[self.flags] = 0  # of a host's ranks, counted: the rest would make an absent part present
         residual.copy_(error)
         return data
 

@@ -37,49 +37,25 @@ class Sharder:
         config: all settings.
         wire: the scheme's form on the wire.
         view: the first view.
+
+    Attributes:
+        ring: shards by the newest ring; replaced as a whole, so that any thread may use it.
     """
 
     def __init__(self, config: Config, wire: WireForm, view: View) -> None:
         self._config = config
         self._wire = wire
         self._codec = wire.push_codec or config.sync.codec
-        self._ring = _Ring(config, wire, view)
+        self.ring = RingSharder(config, wire, view)
 
     def follow(self, view: View) -> None:
         """Shards by the ring of ``view`` from now on."""
-        if view.ring_epoch != self._ring.epoch:
-            self._ring = _Ring(self._config, self._wire, view)
-
-    def shard_sparse(
-        self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
-    ) -> Sharding:
-        """Returns the sharding of a sparse tensor.
-
-        Args:
-            rows: of the tensor.
-            expected_rows: how many rows were pulled last time; equal on all ranks.
-
-        Raises:
-            TensorError: a row is too large for a message, or the table for positions by bitmap.
-        """
-        return self._ring.shard_sparse(name, max(rows, 1), columns, dtype, expected_rows)
-
-    def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
-        """Returns the sharding of a dense tensor of ``count`` elements."""
-        return self._ring.shard_dense(name, count, dtype)
-
-    def shard_streams(self, name: str, streams: int) -> list[Sharding]:
-        """Returns the sharding of each of a tensor's ``streams``.
-
-        Their slots lie at equal distances, beginning with a slot that the name determines.
-        """
-        first, ring = home_slot(name, self._config.sync.seed), self._ring
-        slots = [(first + stream * SLOTS // streams) % SLOTS for stream in range(streams)]
-        return [ring.shard_stream(slot, streams) for slot in slots]
+        if view.ring_epoch != self.ring.epoch:
+            self.ring = RingSharder(self._config, self._wire, view)
 
     def reshard(self, name: str, encoded: EncodedTensor) -> EncodedTensor:
         """Returns ``encoded`` for the present ring: unchanged if its sharding is the same."""
-        ring, old = self._ring, encoded.sharding
+        ring, old = self.ring, encoded.sharding
         if encoded.kind == "blocks":
             new = ring.shard_stream(old.slot, old.chunks)
         elif old.layout is None or encoded.kind == "dense":
@@ -92,7 +68,7 @@ class Sharder:
         return encoded if new == old else reshard(encoded, new, self._codec)
 
 
-class _Ring:
+class RingSharder:
     """Shards by one ring. Immutable, except for a cache of layouts."""
 
     def __init__(self, config: Config, wire: WireForm, view: View) -> None:
@@ -106,19 +82,37 @@ class _Ring:
         self._owners = owners = np.sort(owners) if wire.contiguous else owners
         self._whole: dict[str, Sharding] = {}
         """Of tensors that go whole, by name."""
-        chosen = strategy(wire.partition or config.sync.partition)
+        self._sparse = strategy(wire.partition or config.sync.partition)
+        self._dense = self._sparse if self._sparse.per_tensor else Parallel()
         servers = [server.rank for server in view.servers]
-        self._sparse, self._dense = (
-            LayoutCache(kind, config.sync.seed, owners, servers, config.sync.table_bytes)
-            for kind in (chosen, chosen if chosen.per_tensor else Parallel())
-        )
+        self._layouts = LayoutCache(config.sync.seed, owners, servers, config.sync.table_bytes)
+
+    def shard_streams(self, name: str, streams: int) -> list[Sharding]:
+        """Returns the sharding of each of a tensor's ``streams``.
+
+        Their slots lie at equal distances, beginning with a slot that the name determines.
+        """
+        first = home_slot(name, self._config.sync.seed)
+        slots = [(first + stream * SLOTS // streams) % SLOTS for stream in range(streams)]
+        return [self.shard_stream(slot, streams) for slot in slots]
 
     def shard_stream(self, slot: int, streams: int) -> Sharding:
+        """Returns the sharding of the stream of a slot."""
         return Sharding(None, streams, int(self._owners[slot]), self.epoch, slot)
 
     def shard_sparse(
         self, name: str, rows: int, columns: int, dtype: torch.dtype, expected_rows: int
     ) -> Sharding:
+        """Returns the sharding of a sparse tensor.
+
+        Args:
+            rows: of the tensor.
+            expected_rows: how many rows were pulled last time; equal on all ranks.
+
+        Raises:
+            TensorError: a row is too large for a message, or the table for positions by bitmap.
+        """
+        rows = max(rows, 1)
         if self._is_by_span and rows > MAX_POSITIONS_BY_SPAN:
             sync, by_scheme = self._config.sync, self._wire.pull_codec in BY_SPAN
             setting = f"sync.scheme = {sync.scheme}" if by_scheme else f"sync.codec = {sync.codec}"
@@ -128,7 +122,7 @@ class _Ring:
                 "= auto"
             )
         is_wide = columns > 1 or self._wire.keys == "elements"
-        layout = self._sparse.get(name, rows, 1 if is_wide else self._config.sync.granule)
+        layout = self._layouts.get(self._sparse, name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
         max_message_bytes = self._config.cluster.max_message_bytes
         max_bytes = max_message_bytes // 2
@@ -148,10 +142,11 @@ class _Ring:
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows, max_rows=max_rows)
 
     def shard_dense(self, name: str, count: int, dtype: torch.dtype) -> Sharding:
+        """Returns the sharding of a dense tensor of ``count`` elements."""
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
             return self._shard_whole(name)
-        layout = self._dense.get(name, count, DENSE_GRANULE)
+        layout = self._layouts.get(self._dense, name, count, DENSE_GRANULE)
         at_least = -(-_widest(layout) * dtype.itemsize // self._message_bytes)
         chunks = max(at_least, self._count_chunks(layout, size_bytes))
         return Sharding(layout, chunks, self._shard_whole(name).home, self.epoch)

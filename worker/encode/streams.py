@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from zenps.codecs.base import Positions
 from zenps.errors import ProtocolError
 from zenps.wire.blocks import NONE_LEFT, Ahead
+from zenps.wire.fields import MAX_NAME
 from zenps.wire.tensors import POSITION_BYTES
 
 Blocks = NDArray[np.int64]
@@ -27,7 +28,7 @@ Blocks = NDArray[np.int64]
 # a name.
 MAX_STREAMS = 64
 
-LONGEST_NAME = 1024 - len(f"#{MAX_STREAMS}")
+LONGEST_NAME = MAX_NAME - len(f"#{MAX_STREAMS}")
 """Characters of a tensor's name, so that the names of its streams are not too long."""
 
 

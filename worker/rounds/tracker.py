@@ -1,14 +1,15 @@
 """State machine of a worker's rounds: tracks rounds in flight and how each ends. No socket, no clock.
 
-A round is *pushed* until all its chunks are answered, one fails, or its deadline expires. Then it is *kept*:
-a server may die with the only answer that another rank needs, and then all ranks must push again. It is
-*settled*, and forgotten, once it is certain that all ranks have ended it:
+The channel calls a method for each event, and executes the actions that it returns. A round is *pushed* until
+all its chunks are answered, one fails, or its deadline expires. Then it is *kept*: a server may die with the
+only answer that another rank needs, and then all ranks must push again. It is *settled*, and forgotten, when:
 
 - an answer to the tensor's next step came: every rank had to end this one before it pushed for that; or
 - three *watermarks* have passed. The scheduler begins watermark w + 1 when all workers have reported w. A
   worker reports a watermark when all rounds have ended that were in flight when the watermark reached it.
-  A round that ends here after watermark w was in flight, or had ended, on all ranks when w + 2 reached them;
-  at w + 3 they have all reported its end.
+  If a round ends here while w is the newest watermark known here, all ranks have pushed it, and this worker
+  reports w + 1 only later. So when w + 2 reaches a rank, the round is in flight there, or has ended; and when
+  w + 3 begins, it has ended on all ranks.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ MAX_REPETITIONS = 16
 
 WATERMARKS_TO_SETTLE = 3
 
-# A server asks for a wanted push twice a second, but the push may take longer than that to arrive.
+# A server asks for a wanted push again after half a second, but the push may take longer than that to arrive.
 ASKED_SECONDS = 5.0
 
 _FAILURES = {"mismatch": MismatchError, "deadline": DeadlineError, "lost": PeerLostError, "size": TensorError}
@@ -395,5 +396,5 @@ def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
     gone = listing(sorted(round_.workers - workers))
     return PeerLostError(
         f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
-        "within this round: other ranks may have ended it with a push of a lost rank; restart this worker"
+        "within this round: others may have its sum; restart this worker, or the job if none goes on"
     )

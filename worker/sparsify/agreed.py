@@ -2,7 +2,7 @@
 
 The first round pushes rows of no columns, so its result is the union of the indices. The second round pushes
 a dense tensor: this rank's values at the union. So every rank pushes these elements and removes them from its
-    residual, whichever rank selected them. A third round, beside the second, sums what the sparsifiers count.
+residual, whichever rank selected them. A third round, beside the second, sums what the sparsifiers count.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Agreed(Transform):
         self.gradient = gradient
         self._selected = 0
         self._union = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._values: Tensor | None = None
 
     @property
     def expected(self) -> int:
@@ -85,7 +86,6 @@ class Agreed(Transform):
             UsageError: the sparsifier has raised an error, or has counted otherwise than as int64 ``[n]``.
         """
         gradient, sparsifier = self.gradient, self.gradient.sparsifier
-        gradient.feedback.added_step = None
         indices = union._indices()[0]
         exact: Tensor = indices[:0]
         if gradient.exact:
@@ -93,7 +93,7 @@ class Agreed(Transform):
             indices = torch.from_numpy(np.setdiff1d(indices.numpy(), exact.numpy(), assume_unique=True))
         # Exact elements come first, so that each of their runs is quantized by a scale of its own.
         self._union = torch.cat([exact, indices])
-        values = gradient.take(self._union)
+        values = self._values = gradient.take(self._union)
         if not gradient.is_withheld:
             with blaming(sparsifier, "learn or count"):
                 sparsifier.learn(indices, gradient.step)
@@ -104,6 +104,10 @@ class Agreed(Transform):
             name, got = type(sparsifier).__name__, kind_of(counts)
             raise UsageError(f"{name}.count: expected int64 [n], got {got}; correct the sparsifier")
         return {VALUES: values, COUNTS: counts}
+
+    def take_back(self) -> None:
+        if self._values is not None:
+            self.gradient.put_back(self._union, self._values)
 
     def note_selected(self, total: int) -> None:
         """Notes how many elements all ranks have selected."""
@@ -175,8 +179,12 @@ class AgreedTransfer(Transfer):
         if self._missing[suffix]:
             return ()
         self._agreed.note_selected(self._selected)
-        further = self._agreed.continue_with(self._parts[""].finish())
-        following = [self._add(suffix, tensor) for suffix, tensor in further.items()]
+        try:
+            further = self._agreed.continue_with(self._parts[""].finish())
+            following = [self._add(suffix, tensor) for suffix, tensor in further.items()]
+        except BaseException:
+            self._agreed.take_back()
+            raise
         self._has_continued = True
         return following
 

@@ -89,14 +89,17 @@ class DeviceGradient(Gradient):
         self._remove(taken, is_finite, taken, rounding)
         return on_host
 
+    def put_back(self, indices: Tensor, pushed: Tensor) -> None:
+        with self._enqueued(self.gpu.pulling):
+            super().put_back(indices.to(self.gpu.device), pushed.to(self.gpu.device))
+
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
         with self._enqueued(self.gpu.pulling):
             self.residual[indices.to(self.gpu.device)] += errors.to(self.gpu.device)
 
     def count(self) -> object:
         with self._enqueued(self.gpu.pulling):
-            counts = super().count()
-            return counts.cpu() if isinstance(counts, Tensor) else counts
+            return super().count()
 
     def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
         self.note_spread(selected, len(indices))
@@ -109,7 +112,7 @@ class DeviceGradient(Gradient):
 
     def _following(self, tensor: Tensor) -> Tensor:
         """Returns the gradient, flat; the stream of pushes waits for it."""
-        gradient = tensor.detach().reshape(-1)
+        gradient = tensor.detach().resolve_neg().reshape(-1).contiguous()
         self.gpu.pushing.follow(gradient)
         return gradient
 
@@ -234,3 +237,4 @@ class DeviceGradient(Gradient):
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
             self.residual[selected] = rounding
+        self.feedback.added_step = None

@@ -19,7 +19,7 @@ from zenps.errors import UsageError
 from zenps.sparsifiers.base import Above, Sparsifier, Step
 
 from ..core.residuals import Feedback
-from ..core.statistics import Elements, Statistics
+from ..core.statistics import Statistics
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,22 +97,32 @@ class Gradient:
         with blaming(self.sparsifier, "sent"):  # if it fails, nothing has left the residual
             self.sparsifier.sent(indices)
         self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
+        self.feedback.added_step = None
         if not bool(values.isfinite().all()):  # perhaps more of them than may be pushed
             self.residual.nan_to_num_(0, 0, 0)
         return pushed
+
+    def put_back(self, indices: Tensor, pushed: Tensor) -> None:
+        """Undoes :meth:`take`, which has returned ``pushed``, because nothing was sent."""
+        residual = self.residual
+        # Values of a narrower dtype are not quantized, so only the errors of that dtype are there.
+        is_whole = pushed.dtype == residual.dtype
+        residual[indices] = pushed if is_whole else pushed + residual[indices]
+        self.feedback.added_step = self.step.number
 
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
         """Adds the rounding errors of quantization to the residual at ``indices``."""
         self.residual[indices] += errors
 
     def count(self) -> object:
-        """Returns what the sparsifier counts.
+        """Returns what the sparsifier counts; a tensor on the CPU.
 
         Raises:
             UsageError: the sparsifier has raised an error.
         """
         with blaming(self.sparsifier, "learn or count"):
-            return self.sparsifier.count(self.residual, self.step)
+            counts: object = self.sparsifier.count(self.residual, self.step)
+        return counts.cpu() if isinstance(counts, Tensor) else counts
 
     def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
         """Returns the sum as a strided tensor of the gradient's shape: 0 where no rank has pushed.
@@ -129,7 +139,7 @@ class Gradient:
 
     def note_spread(self, selected: int, union: int) -> None:
         """Counts the gradient's elements: all, those selected by this rank, and those in the union."""
-        self.statistics.count_elements(Elements(len(self.residual), selected, union))
+        self.statistics.count_elements(whole=len(self.residual), selected=selected, union=union)
 
     def exact_indices(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         """The indices of all ``exact`` ranges, ascending."""
@@ -138,7 +148,8 @@ class Gradient:
 
 class Withheld(Gradient):
     """A gradient that is thrown away, on the CPU: it takes part in the exchange, because other ranks wait for
-    it. Nothing of the gradient or the residual is pushed, and residual and sparsifier stay as they are.
+    it. Nothing of the gradient or the residual is pushed, and residual and sparsifier stay as they are. It
+    counts as others do, because the counts of all ranks must have one length.
     """
 
     is_withheld: ClassVar[bool] = True
@@ -151,13 +162,11 @@ class Withheld(Gradient):
         """Returns zeros, for indices that other ranks have selected."""
         return torch.zeros(len(indices), dtype=self.dtype, device="cpu")
 
+    def put_back(self, indices: Tensor, pushed: Tensor) -> None:
+        """Does nothing: nothing was taken."""
+
     def keep_rounding(self, indices: Tensor, errors: Tensor) -> None:
         """Keeps nothing."""
-
-    def count(self) -> object:
-        """Returns what the sparsifier counts: the counts of all ranks must have one length."""
-        counts = super().count()  # perhaps of a residual on a device
-        return counts.cpu() if isinstance(counts, Tensor) else counts
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ from zenps.kernels.gpu.threshold_compact import DTYPES
 from zenps.sparsifiers.base import Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
-from ..core.memory import POOL_BYTES
-from ..core.request import Request, without_turn
+from ..core.request import Request, turn_of, without_turn
 from ..core.residuals import CPU, Feedback, Residuals
 from ..core.statistics import Statistics
 from ..core.transfer import Transfer, Transform
@@ -71,7 +70,7 @@ class Sparsification:
         self._rank, self._world = rank, world
         self._statistics = statistics
         # Not the planner's: a selection waits for all work of its stream, and would wait for others' copies.
-        self._accelerators = Accelerators(POOL_BYTES, config.cluster.patience_seconds)
+        self._accelerators = Accelerators(config.cluster.patience_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}
@@ -154,14 +153,16 @@ class Sparsification:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all tensors on this rank. It refers to the residuals."""
-        tensors = {name: feedback.state_dict() for name, feedback in sorted(self._feedback.items())}
-        return {**self._origin(), "tensors": tensors}
+        own = {name: feedback.state_dict() for name, feedback in self._feedback.items()}
+        # What is loaded and not taken yet counts: a tensor continues from it, whatever it has at present.
+        return {**self._origin(), "tensors": dict(sorted({**own, **self._loaded}.items()))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of this rank; each tensor takes its own with its next push.
 
         Raises:
-            UsageError: it is of another sparsifier, controller, rank or world size, or is not such a state.
+            UsageError: it is of another sparsifier, controller, rank, world size or staleness, or is not such
+                a state.
         """
         given: object = state  # callers need not be type-checked
         tensors = given.get("tensors") if isinstance(given, Mapping) else None
@@ -169,11 +170,25 @@ class Sparsification:
             raise UsageError(
                 f"sparsifier state: got {type(state).__name__}, expected that of sparsifier_state_dict()"
             )
-        for what, own in self._origin().items():
-            if (given := state.get(what)) != own:
-                raise UsageError(f"sparsifier state: {what} is {given!r}, expected {own!r}, as here")
+        origin = self._origin()
+        # States of older versions of ZenPS say it only by the names of their tensors.
+        saved = {"staleness": max(map(turn_of, tensors), default=origin["staleness"]), **state}
+        for what, own in origin.items():
+            if (given := saved.get(what)) != own:
+                raise UsageError(
+                    f"sparsifier state: {what} is {given!r}, expected {own!r}, as here; load on each rank "
+                    "what it has saved, in a job with the same settings"
+                )
         self._loaded = dict(tensors)
         self._known = set(map(without_turn, tensors))
+
+    def loaded_residual(self, name: str) -> object:
+        """Returns the residual of a loaded state that the tensor takes with its next push; None if none.
+
+        It has not been checked yet.
+        """
+        state = self._loaded.get(name)
+        return state.get("residual") if isinstance(state, Mapping) else None
 
     def shared_state(self) -> dict[str, Any]:
         """Returns what ranks have in common of all tensors, for workers that join. It refers to tensors."""
@@ -190,12 +205,13 @@ class Sparsification:
         return None if tensor.is_cpu else self._accelerators.of(tensor.device)
 
     def _origin(self) -> dict[str, str | int]:
-        controller = self._config.sparsifier.controller
+        sync = self._config.sync
         return {
             "sparsifier": self.name,
-            "controller": controller,
+            "controller": self._config.sparsifier.controller,
             "rank": self._rank,
             "world": self._world,
+            "staleness": sync.staleness if sync.consistency == "ssp" else 0,
         }
 
     def _feedback_of(self, request: Request, step: int, device: torch.device) -> Feedback:
@@ -249,6 +265,7 @@ class Sparsified(Transform):
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self._indices = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._values: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> Tensor:
         """Returns the selected elements: sparse COO of one dimension, coalesced, of the gradient's dtype.
@@ -256,8 +273,8 @@ class Sparsified(Transform):
         Raises:
             UsageError: the sparsifier has returned indices that it must not return.
         """
-        self._indices, values = self.gradient.select_and_take(tensor)
-        return as_sparse(self._indices, values, torch.Size([len(self.gradient.residual)]), 1)
+        self._indices, self._values = self.gradient.select_and_take(tensor)
+        return as_sparse(self._indices, self._values, torch.Size([len(self.gradient.residual)]), 1)
 
     def begin(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
         """Returns the transfer of what was selected.
@@ -266,9 +283,11 @@ class Sparsified(Transform):
             request: its tensor is what :meth:`apply` has returned.
             begin: makes the transfer.
         """
-        transfer = self._begin_on_device(request, begin) if self.gradient.on_device else begin(request)
-        self.gradient.feedback.added_step = None
-        return transfer
+        return self._begin_on_device(request, begin) if self.gradient.on_device else begin(request)
+
+    def take_back(self) -> None:
+        if self._values is not None:
+            self.gradient.put_back(self._indices, self._values)
 
     def _begin_on_device(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
         # Values are rounded on the host. The rounding errors belong to the residual on the device.

@@ -159,7 +159,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
-    # DDP may never use the first layout again: its residuals would be lost.
+    # DDP may never use the first layout again: its residuals would be lost, and take memory. So a layout is
+    # pushed whole and exactly at first. Names, and which were pushed before, are the same on all ranks.
     is_repeated = name in state._pushed
     state._pushed.add(name)
     # DDP numbers its buckets in the order in which backward fills them: the last ones hold the first layers.
@@ -167,7 +168,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         average=True,
         priority=bucket.index(),
         purpose="gradient",
-        residuals=state._residuals,
+        residuals=state._residuals if is_repeated or gradient.is_sparse else None,
         is_sparsifiable=is_repeated,
         exact=() if gradient.is_sparse else _vectors(bucket),
     )

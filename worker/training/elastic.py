@@ -16,7 +16,6 @@ from zenps.errors import PeerLostError, UsageError
 
 from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import (
-    broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
     broadcast_state,
@@ -47,7 +46,8 @@ class TrainingState:
     Args:
         model: parameters and buffers, the same names and shapes on all ranks.
         optimizers: over the same parameters on all ranks, wrapped in :class:`DistributedOptimizer` or not.
-        values: attributes of this object, plain data as for :func:`broadcast_object`.
+        values: attributes of this object: plain data as for :func:`broadcast_object`, tuples and tensors,
+            such as a scheduler's ``state_dict()`` or ``torch.get_rng_state()``. Tensors arrive on the CPU.
 
     Raises:
         UsageError: ``zenps.init()`` was not called, ``optimizers`` is an optimizer, or a value has the name
@@ -103,7 +103,10 @@ class TrainingState:
             while True:
                 with_state = allgather_int(int(has_state), "state/root")
                 if not with_state:
-                    raise PeerLostError("all workers that had the state of this job were lost")
+                    raise PeerLostError(
+                        "all workers that had the state of this job were lost; start the job again, from a "
+                        "checkpoint"
+                    )
                 with contextlib.suppress(RootLostError):  # raised on all ranks: they choose the next root
                     return self._adopt(min(with_state))
         except BaseException:  # also Ctrl-C: in another try, this rank still has no state to give
@@ -112,12 +115,13 @@ class TrainingState:
 
     def _adopt(self, root: int) -> None:
         if self._model is not None:
-            broadcast_parameters(self._model.state_dict(), root)
+            # A state_dict lacks buffers that are not persistent.
+            broadcast_parameters({**dict(self._model.named_buffers()), **self._model.state_dict()}, root)
         for optimizer in self._optimizers:
             if isinstance(optimizer, DistributedOptimizer):
                 optimizer.adopt_agreement(root)
             broadcast_optimizer_state(optimizer, root)
         if (sparsification := PROCESS.world.sparsification) is not None:
             sparsification.adopt(broadcast_state(sparsification.shared_state, root, "sparsifier"))
-        values = broadcast_object([self.__dict__[name] for name in self._names], root, "state/values")
+        values = broadcast_state(lambda: [self.__dict__[name] for name in self._names], root, "values")
         self.__dict__.update(zip(self._names, values, strict=True))

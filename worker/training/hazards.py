@@ -1,4 +1,4 @@
-"""Hazards of a model: modules that would train wrongly on several ranks, found before anything is sent."""
+"""Hazards: modules and settings that would train wrongly on several ranks, found before anything is sent."""
 
 from __future__ import annotations
 
@@ -55,6 +55,32 @@ def check_modules(parameters: Iterable[Parameter]) -> None:
     gc.collect()
     if (hazard := _hazard_to(own)) is not None:
         raise UsageError(hazard)
+
+
+def check_scaler() -> None:
+    """Checks that a GradScaler, which skips steps with infinite gradients, suits the settings.
+
+    Raises:
+        UsageError: it would skip steps of single ranks, or gradients of different scales would be added up.
+    """
+    world = PROCESS.world
+    if world.averages_models:
+        raise UsageError(
+            "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that; "
+            "GradScaler skips steps of single ranks; use bsp, or bfloat16 without a scaler"
+        )
+    if world.staleness:
+        raise UsageError(
+            f"GradScaler: expected gradients of this step, got those of {world.staleness} steps before, "
+            "perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
+        )
+    if world.keeps_residuals:
+        got = "quantized values" if world.sparsification is None else world.sparsification.name
+        raise UsageError(
+            f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
+            "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which "
+            "needs no scaler, or GradScaler(enabled=False)"
+        )
 
 
 def check_applied_at_once(what: str) -> None:

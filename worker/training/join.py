@@ -10,8 +10,8 @@ rate.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
 
 from zenps.errors import MismatchError, UsageError, listing
 
@@ -54,7 +54,10 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     """
     for optimizer in optimizers:
         if not isinstance(optimizer, DistributedOptimizer):
-            raise UsageError(f"join: expected DistributedOptimizers, got {type(optimizer).__name__}")
+            got = type(optimizer).__name__
+            if isinstance(optimizer, Iterable):
+                got += "; pass them one by one, as in join(*optimizers)"
+            raise UsageError(f"join: expected DistributedOptimizers, got {got}")
     if not optimizers:
         raise UsageError("join: expected the optimizers that step in this block, got none")
     if PROCESS.world.averages_models:
@@ -68,19 +71,12 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
             stack.enter_context(optimizer.announcing(rounds.announcer(number)))
         yield
     while (step := rounds.next()) is not None:
-        step.optimizer.step_for_others(is_dropped=step.is_dropped)
+        optimizer, is_dropped = step
+        optimizer.step_for_others(is_dropped=is_dropped)
     for number, optimizer in enumerate(optimizers):
         optimizer.drop_leftovers(f"{_NAME}/{number}")
         if rounds.was_uneven:
             optimizer.adopt(rounds.last, f"{_NAME}/{number}")
-
-
-class _Step(NamedTuple):
-    """What the ranks whose input has not ended do next."""
-
-    optimizer: DistributedOptimizer
-    is_dropped: bool
-    """True if ``zero_grad()`` throws the step away."""
 
 
 class _Rounds:
@@ -104,13 +100,16 @@ class _Rounds:
 
         return announce
 
-    def next(self) -> _Step | None:
-        """Tells the others that this rank's input has ended; returns what they do, or None if theirs has,
-        too.
+    def next(self) -> tuple[DistributedOptimizer, bool] | None:
+        """Tells the others that this rank's input has ended.
+
+        Returns:
+            the optimizer that they step, and whether ``zero_grad()`` throws the step away; None if their
+            input has ended, too.
         """
         said = self._tell(0)
         number, is_dropped = divmod(said - 1, 2)
-        return _Step(self._optimizers[number], bool(is_dropped)) if said else None
+        return (self._optimizers[number], bool(is_dropped)) if said else None
 
     def _tell(self, said: int) -> int:
         by_rank = allgather_int(said, f"{_NAME}/next")

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..collectives.broadcast import by_name, check_alike
-from ..core.request import Options, Request
+from ..core.request import Options, Request, check_reducible
 from ..process import PROCESS
 from .gradients.consistency import Consistency
 
@@ -34,8 +34,12 @@ class ModelAveraging(Consistency):
 
     Raises:
         UsageError: two tensors have the same name.
+        TensorError: a parameter is one of complex numbers.
         MismatchError: ranks have different models.
     """
+
+    is_synchronized = False
+    is_periodic = True
 
     def __init__(
         self,
@@ -44,12 +48,12 @@ class ModelAveraging(Consistency):
         buffers: Iterable[tuple[str, Tensor]],
     ) -> None:
         self._optimizer = optimizer
-        self._is_checked = False
-        """Whether this rank's gradients are ready for the step."""
         self._parameters = set(parameters.values())
         self._name = PROCESS.new_prefix("model")
         averaged = [(name, buffer) for name, buffer in buffers if buffer.is_floating_point()]
         tensors = by_name([*parameters.items(), *averaged], "named_parameters and named_buffers")
+        for tensor in tensors.values():
+            check_reducible(tensor.dtype, average=True)
         check_alike(tensors, min(PROCESS.world.ranks))
         found = _find_buffers(dict(averaged))
         self._fused = [
@@ -62,19 +66,22 @@ class ModelAveraging(Consistency):
         _living[next(_numbers)] = self
 
     @property
-    def is_synchronized(self) -> bool:
-        return self._is_checked
-
-    @property
-    def is_periodic(self) -> bool:
-        return True
+    def is_of_this_world(self) -> bool:
+        return self._name.is_taken
 
     def synchronize(self) -> None:
         """Leaves this rank's gradients as they are.
 
         Raises:
-            UsageError: a gradient is sparse, or its parameter was frozen when the optimizer was wrapped.
+            UsageError: a gradient is sparse, or its parameter was frozen when the optimizer was wrapped; or
+                this job has another ``sync.consistency`` than the one in which the optimizer was wrapped.
         """
+        world = PROCESS.world
+        if world.is_distributed and not world.averages_models:
+            raise UsageError(
+                "this optimizer was wrapped under sync.consistency = ds-sync, and this job has another: "
+                "nothing would be averaged; wrap the optimizer again on all ranks"
+            )
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._parameters:
@@ -88,10 +95,10 @@ class ModelAveraging(Consistency):
                         f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient: expected a "
                         "dense one, because sync.consistency = ds-sync averages whole models; use bsp or ssp"
                     )
-        self._is_checked = True
+        self.is_synchronized = True
 
     def consume(self) -> None:
-        self._is_checked = False
+        self.is_synchronized = False
 
     def after_step(self) -> None:
         step = self.step
@@ -215,16 +222,20 @@ def average_parameters() -> None:
     """With ``sync.consistency = ds-sync``, replaces all models by the averages of all ranks.
 
     Call it on all ranks at the same point: before weights are evaluated or saved, and at the end. The model
-    of each :class:`DistributedOptimizer` is its parameters and floating-point buffers. Ranks are equal
-    afterwards, until the next step. Under other consistencies it does nothing, because ranks are always
-    equal. Errors are those of :func:`zenps.push_pull`.
+    of each :class:`DistributedOptimizer` is its parameters and floating-point buffers. Models of an earlier
+    job of this process count once their optimizers step in this one. Ranks are equal afterwards, until the
+    next step. Under other consistencies it does nothing, because ranks are always equal. Errors are those of
+    :func:`zenps.push_pull`.
     """
     world = PROCESS.world
+    if not world.averages_models:
+        return
     if _living:
         gc.collect()  # an unreferenced model may be gone on one rank, and not yet on another
-    distances = [model.average_over_all() for _, model in sorted(_living.items())]
+    models = [model for _, model in sorted(_living.items()) if model.is_of_this_world]
+    distances = [model.average_over_all() for model in models]
     if distances:
-        world.note_consensus(max(distances))
+        world.statistics.note_consensus(max(distances))
 
 
 def _norm(tensor: Tensor) -> float:

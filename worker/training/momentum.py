@@ -78,6 +78,16 @@ class MomentumCorrection:
             group.update(momentum=factor, nesterov=nesterov, weight_decay=weight_decay)
         return state_dict
 
+    def give_back(self) -> None:
+        """Writes back what was taken, except where a script or a loaded state has set a value since."""
+        factor, nesterov = self.momentum
+        # Groups that were added since the last job have their own.
+        for group, weight_decay in zip(self._optimizer.param_groups, self._weight_decays, strict=False):
+            if _is_taken(group["momentum"]):
+                group.update(momentum=factor, nesterov=nesterov)
+            if _is_taken(group["weight_decay"]):
+                group["weight_decay"] = weight_decay
+
     def apply(self, sparsified: Container[Parameter]) -> None:
         """Adds momentum and weight decay to averaged gradients, before the optimizer steps.
 
@@ -129,11 +139,15 @@ _corrections: WeakKeyDictionary[torch.optim.Optimizer, MomentumCorrection] = Wea
 def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None:
     """Returns the correction if ``sync.sparsifier`` needs one; then the optimizer steps without momentum.
 
+    If not, the optimizer gets back what an earlier job has taken.
+
     Raises:
         UsageError: it is needed, and the optimizer is not a ``torch.optim.SGD`` with one momentum.
     """
     sparsification = PROCESS.world.sparsification
     if sparsification is None or not sparsification.kind.takes_momentum:
+        if (earlier := _corrections.pop(optimizer, None)) is not None:
+            earlier.give_back()
         return None
     setting = f"sync.sparsifier = {sparsification.name}"
     if type(optimizer) is not torch.optim.SGD:

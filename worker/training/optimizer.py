@@ -20,7 +20,7 @@ from ..process import PROCESS
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
 from .gradients.synchronizer import GradientSynchronizer
-from .hazards import check_modules, check_optimizer, check_passes
+from .hazards import check_modules, check_optimizer, check_passes, check_scaler
 from .model_averaging import ModelAveraging
 from .momentum import take_momentum
 
@@ -62,7 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             an argument is of another type, a parameter has no name, two have the same name,
             ``sync.sparsifier`` cannot take the optimizer's momentum, the optimizer is LBFGS, an embedding has
             ``max_norm``, or DistributedDataParallel has the same parameters.
-        TensorError: a parameter wraps other tensors, as a DTensor does.
+        TensorError: a parameter wraps other tensors, as a DTensor does; or it is one of complex numbers, and
+            ``sync.consistency = ds-sync`` averages models.
         MismatchError: the ranks' parameters differ.
     """
 
@@ -115,6 +116,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if name == "_inner":  # copy and pickle read attributes before any is set
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Training code also assigns to these. Here, they would hide those of the wrapped optimizer.
+        if name in ("state", "param_groups", "defaults"):
+            setattr(self._inner, name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         """Raises UsageError. A copy would have this optimizer's state, but other ranks would not have it."""
@@ -192,26 +200,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         all ranks find the same infinities and skip the same steps.
 
         It is also False for a fused optimizer: the scale would be set as attributes of the wrapper, not of
-            the wrapped optimizer.
+        the wrapped optimizer.
         """
-        if PROCESS.world.averages_models:
-            raise UsageError(
-                "GradScaler: expected that all ranks step, because sync.consistency = ds-sync needs that; "
-                "GradScaler skips steps of single ranks; use bsp, or bfloat16 without a scaler"
-            )
-        if PROCESS.world.staleness:
-            raise UsageError(
-                f"GradScaler: expected gradients of this step, got those of {PROCESS.world.staleness} steps "
-                "before, perhaps of another scale; use sync.consistency = bsp, or bfloat16 without a scaler"
-            )
-        if PROCESS.world.keeps_residuals:
-            sparsification = PROCESS.world.sparsification
-            got = "quantized values" if sparsification is None else sparsification.name
-            raise UsageError(
-                f"GradScaler: expected sync.sparsifier = none and sync.values = same, got {got}: the "
-                "rest of a gradient would be added to one of another scale; use bfloat16 autocast, which "
-                "needs no scaler, or GradScaler(enabled=False)"
-            )
+        check_scaler()
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
         return False
@@ -236,35 +227,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._apply()
         self._consistency.consume()
 
-    # Training code also assigns to these. Without setters, the wrapped optimizer would keep its own.
-
-    @property
-    def state(self) -> Any:
-        """The state of the wrapped optimizer, by parameter."""
-        return self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self._inner.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of the wrapped optimizer."""
-        return self._inner.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._inner.param_groups = groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The hyperparameters of new parameter groups of the wrapped optimizer."""
-        return self._inner.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self._inner.defaults = defaults
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the wrapped optimizer, after :meth:`drain`: then all ranks call this."""
         self.drain()
@@ -276,7 +238,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state into the wrapped optimizer, after :meth:`drain`."""
         self.drain()
-        self._consistency.step = state_dict.get(STATE, {}).get("step", self._consistency.step)
+        if self._consistency.is_periodic:  # else ranks count from 0, of which only one may load a state
+            self._consistency.step = state_dict.get(STATE, {}).get("step", self._consistency.step)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

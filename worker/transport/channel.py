@@ -46,15 +46,14 @@ from .server_sockets import ServerSockets
 
 logger = logging.getLogger("zenps.worker")
 
-TICK_SECONDS = 0.5
-
 # As integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
 # How long look() polls: enough to receive what has arrived, too short to be noticed.
 LOOK_SECONDS = 0.001
 
-# How long close() waits for another thread to release the lock, and for its own one to end.
+# How long each close() waits for a thread to end, or to release the lock. That takes microseconds, unless the
+# thread runs an event that takes long, or hangs.
 CLOSE_SECONDS = 1.0
 
 
@@ -86,10 +85,11 @@ class Channel(Waiter):
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""
-        self._next_tick = 0.0
+        self._ticks = commands.Ticks()
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
-        self._epoch, self._ring_epoch, self._admitted = 0, view.ring_epoch, view.admitted
+        self._view = view
+        """The newest view that was applied; other threads read its epoch."""
         self._lock: CombiningLock[commands.Command] = CombiningLock()
         self._poller = zmq.Poller()
         self._poller.register(self._lock.wake, zmq.POLLIN)
@@ -104,11 +104,16 @@ class Channel(Waiter):
 
     def submit(self, pending: Pending) -> None:
         """Pushes a tensor whose transfer is prepared."""
-        self._post(commands.Submit(pending, [self._new_round(pending, each) for each in pending.begin()]))
+        self.post(commands.Submit(pending, [self._new_round(pending, each) for each in pending.begin()]))
 
-    def give_up(self, tensor: str, step: int) -> None:
-        """Tells servers that this rank will not push a round, so that no other rank waits for it."""
-        self._post(commands.GiveUpAhead(tensor, step))
+    def post(self, command: commands.Command) -> None:
+        """Runs a command after all that were posted before: here, or on the thread that has the lock."""
+        with MASK:
+            if self._lock.take_or_leave(command):
+                try:
+                    self._run(command)
+                finally:
+                    self._release()
 
     def arena(self) -> Arena | None:
         """Returns memory that servers on this host can read; None if there are none, or after a failure.
@@ -117,28 +122,12 @@ class Channel(Waiter):
         """
         return None if self._rounds.failure else self._servers.arena
 
-    def on_view(self, view: View) -> None:
-        """Applies a new view: connects to new servers, and reshards rounds if the ring has changed."""
-        self._post(view)
-
-    def then(self, reached: Future[None]) -> None:
-        """Completes ``reached`` after all events that came before this call."""
-        self._post(reached)
-
-    def on_watermark(self, watermark: int) -> None:
-        """Notes that the scheduler has begun a watermark."""
-        self._post(commands.Watermark(watermark))
-
-    def on_departed(self, server: int) -> None:
-        """Ends the connectivity check of a server that the scheduler has reported as gone."""
-        self._post(commands.Departed(server))
-
     @property
     def progress(self) -> tuple[int, int]:
         """The epoch of the newest view that was applied, and the newest watermark that has passed here."""
         # An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark
         # from before an admission comes with an epoch after it.
-        return self._epoch, self._rounds.watermark
+        return self._view.epoch, self._rounds.watermark
 
     def wake(self) -> None:
         """Makes the threads in :meth:`wait` check ``ready()`` again. Never takes the lock."""
@@ -160,14 +149,10 @@ class Channel(Waiter):
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
         self.wait(ready, time.monotonic() + LOOK_SECONDS)
 
-    def fail(self, error: ZenPSError) -> None:
-        """Fails all rounds, also those that are submitted later, with ``error``."""
-        self._post(error)
-
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
-        self.fail(LeftError())
-        self._post(commands.Close())
+        self.post(LeftError())
+        self.post(commands.Close())
         self.wait(lambda: self._closed, time.monotonic() + CLOSE_SECONDS)
         if self._pusher.ident is not None:
             # A thread that frees the last tensor while the interpreter ends aborts the process.
@@ -186,14 +171,6 @@ class Channel(Waiter):
         return self._writer.share(encoded, options) if is_shared else encoded
 
     # ── with the lock ───────────────────────────────────────────────────────────────────────────
-
-    def _post(self, command: commands.Command) -> None:
-        with MASK:
-            if self._lock.take_or_leave(command):
-                try:
-                    self._run(command)
-                finally:
-                    self._release()
 
     def _release(self) -> None:
         try:
@@ -244,11 +221,10 @@ class Channel(Waiter):
             now = time.monotonic()
             if ready() or self._closed or now >= until:
                 return
-            if now >= self._next_tick:
-                self._next_tick = now + TICK_SECONDS
+            if self._ticks.is_due(now):
                 self._run(commands.Tick(now))
                 continue
-            events = self._poller.poll(int(1000 * (min(until, self._next_tick) - now)) + 1)
+            events = self._poller.poll(int(1000 * (min(until, self._ticks.next) - now)) + 1)
             if MASK.is_held:  # not lifted meanwhile: that would cost more than the poll
                 with MASK.lifted:
                     pass
@@ -280,10 +256,9 @@ class Channel(Waiter):
         """
         self._sharder.follow(view)
         self._metrics.epoch.set(view.epoch)
-        is_admission = view.admitted > self._admitted
-        if view.ring_epoch != self._ring_epoch or is_admission:
+        is_admission = view.admitted > self._view.admitted
+        if view.ring_epoch != self._view.ring_epoch or is_admission:
             self._sender.clear()
-        self._ring_epoch, self._admitted = view.ring_epoch, view.admitted
         if is_admission:
             self._steps.reset()
             self._execute(self._rounds.reset())
@@ -294,7 +269,7 @@ class Channel(Waiter):
             if view.rank in workers:
                 self._servers.greet(servers)
         self._execute(self._rounds.on_view(view.ring_epoch, view.servers, workers))
-        self._epoch = view.epoch
+        self._view = view
 
     def _receive(self, rank: int, socket: Socket) -> None:
         envelope, *frames = receive_frames(socket)

@@ -9,11 +9,13 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from zenps.errors import ZenPSError
+from zenps.errors import ConfigError, ZenPSError
 from zenps.wire.scheduler_messages import View
 
 from ..core.pending import Pending
 from ..rounds.states import Round
+
+TICK_SECONDS = 0.5
 
 logger = logging.getLogger("zenps.worker")
 
@@ -26,14 +28,14 @@ class Submit(Struct, frozen=True):
 
 
 class GiveUpAhead(NamedTuple):
-    """Tells servers that this rank will not push a round."""
+    """Tells servers that this rank will not push a round, so that no other rank waits for it."""
 
     tensor: str
     step: int
 
 
 class Departed(NamedTuple):
-    """The scheduler has reported a server as gone."""
+    """The scheduler has reported a server as gone: its connectivity check ends."""
 
     server: int
 
@@ -44,24 +46,51 @@ class Watermark(NamedTuple):
     number: int
 
 
+class Ticks:
+    """Times of ticks.
+
+    A tick that is late is left out, once: this process was stopped, or no thread has polled. What has come
+    meanwhile is read before a deadline expires.
+
+    Attributes:
+        next: when the next tick is due.
+    """
+
+    def __init__(self) -> None:
+        self.next = 0.0
+        self._is_left_out = True  # so that the first is not
+
+    def is_due(self, now: float) -> bool:
+        """Returns whether a tick is to run at the monotonic time ``now``."""
+        if now < self.next:
+            return False
+        self._is_left_out = not self._is_left_out and now > self.next + TICK_SECONDS
+        self.next = now + TICK_SECONDS
+        return not self._is_left_out
+
+
 class Tick(NamedTuple):
-    """Time has passed."""
+    """Lets the rounds see that time passes: deadlines, repetitions."""
 
     now: float
 
 
 class Close:
-    """The last command."""
+    """Closes the sockets. No other command follows."""
 
 
 Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | ZenPSError | Tick | Close
+"""A view is applied: rounds are resharded if the ring has changed. A future is completed after all that came
+before it. An error fails all rounds, also those that are submitted later."""
 
 
 def event_error(error: Exception) -> ZenPSError:
-    """Logs an unexpected error of the channel; returns the error with which all its rounds fail.
+    """Returns the error with which all rounds of the channel fail; logs an unexpected one.
 
     The thread on which it was raised need not wait for any of these rounds: it only had the lock.
     """
+    if isinstance(error, ConfigError):  # the list of keys lacks a new server
+        return error
     logger.error("an event of the channel failed", exc_info=error)
     reason = f"an event of the channel failed ({error!r}); this worker's log has more"
     return ZenPSError(f"{reason}: restart the job")

@@ -1,7 +1,8 @@
 """Connectivity check: detects servers that are alive to the scheduler but cannot be reached from this worker.
 
 A server may announce an address of another network, or one that leads elsewhere from here, or a firewall may
-block it. libzmq reconnects for ever without an error, while the scheduler still gets the server's heartbeats.
+block it, or it has not the key that is listed here. libzmq reconnects for ever without an error, while the
+scheduler still gets the server's heartbeats.
 This module has no socket to a server.
 """
 
@@ -20,6 +21,9 @@ from zenps.wire.scheduler_messages import Member
 
 logger = logging.getLogger("zenps.worker")
 
+# How long a failed handshake counts, at least. libzmq tries again every 2 s, and a lease may be shorter.
+FAILED_SECONDS = 5.0
+
 
 class _Silent(Struct, eq=False):
     """A server that has not answered anything yet."""
@@ -27,12 +31,15 @@ class _Silent(Struct, eq=False):
     member: Member
     check_at: float
     unreached_since: float = math.inf
+    failed_at: float = -math.inf
+    """When a handshake failed last."""
 
 
 class Connectivity:
     """The servers that this worker has connected to and that have not answered yet.
 
     While answers are awaited, each address is checked once in ``lease_seconds``; most servers answer before.
+    A check may wait for a second, so one call makes at most one: between two checks answers are received.
 
     Args:
         cluster: for ``lease_seconds``, and for ``rendezvous_seconds``: how long a server may be unreachable.
@@ -58,23 +65,45 @@ class Connectivity:
         """Ends the check of a server: it has answered, or it is not a member any more."""
         self._silent.pop(rank, None)
 
+    def on_failed_handshake(self, rank: int, now: float) -> None:
+        """Notes that a server could not prove to have the key that is listed here, or hung up meanwhile."""
+        if rank in self._silent:
+            self._silent[rank].failed_at = now
+
     def look(self, now: float) -> PeerLostError | None:
-        """Checks servers while answers are awaited: logs a warning first, later returns the error."""
-        for silent in self._silent.values():
-            if now < silent.check_at:
-                continue
-            silent.check_at = now + self._lease_seconds
-            member = silent.member
-            reason = self._why(member.address)
-            if not reason:
-                silent.unreached_since = math.inf
-                continue
-            silent.unreached_since = min(silent.unreached_since, now)
-            text = (
+        """Checks a server while answers are awaited; logs a warning if it cannot be reached.
+
+        It is called at each tick.
+
+        Returns:
+            the error of a server that could not be reached for too long; None if there is none.
+        """
+        silent = min(self._silent.values(), key=lambda silent: silent.check_at, default=None)
+        if silent is None or now < silent.check_at:
+            return None
+        silent.check_at = now + self._lease_seconds
+        text = self._trouble(silent, now)
+        if not text:
+            silent.unreached_since = math.inf
+            return None
+        silent.unreached_since = min(silent.unreached_since, now)
+        if now - silent.unreached_since >= self._most_seconds:
+            return PeerLostError(text)
+        logger.warning("%s", text)
+        return None
+
+    def _trouble(self, silent: _Silent, now: float) -> str:
+        """Says why a server does not answer, and what to do; "" if nothing is known."""
+        member = silent.member
+        if reason := self._why(member.address):
+            return (
                 f"{member} cannot be reached at {member.address} from here ({reason}): set cluster.host "
                 "there to an address that all workers reach, and let its port through all firewalls"
             )
-            if now - silent.unreached_since >= self._most_seconds:
-                return PeerLostError(text)
-            logger.warning("%s", text)
-        return None
+        if now - silent.failed_at <= max(self._lease_seconds, FAILED_SECONDS):
+            return (
+                f"{member} is reached at {member.address} from here, but its handshakes fail, as if it had "
+                "another key than security.keys lists here: copy the newest list to this machine, and start "
+                "that server again"
+            )
+        return ""

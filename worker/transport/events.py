@@ -12,11 +12,8 @@ import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from .channel import Channel
+from .channel import CLOSE_SECONDS, Channel
 from .commands import event_error
-
-# The thread ends when it has run its present event; this bounds the wait for an event that takes long.
-CLOSE_SECONDS = 1.0
 
 
 class EventThread:
@@ -57,4 +54,4 @@ class EventThread:
             try:
                 event()
             except Exception as error:  # noqa: BLE001  # its caller is another thread: the rounds pass it on
-                self._channel.fail(event_error(error))
+                self._channel.post(event_error(error))

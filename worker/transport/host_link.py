@@ -16,7 +16,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from zenps.errors import ZenPSError, listing
+from zenps import errors
+from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.wire.shared_memory import handshake
 from zenps.wire.shared_memory.arena import Window
 
@@ -29,10 +30,20 @@ RETRY_SECONDS = 0.01
 # The longest are a name of 1024 characters, and the reason of a failure.
 MAX_MESSAGE_BYTES = 65536
 
+# Characters of each argument of an error. None has more than three.
+MAX_ARGUMENT = 4096
+
+KINDS = {
+    kind.__name__: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, ZenPSError)
+}
+"""Those of :mod:`zenps.errors`, by name: a follower raises no other than these."""
+
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
-class LinkError(ZenPSError):
+class LinkError(PeerLostError):
     """Ranks of one host cannot reach each other, or have lost their connection."""
 
 
@@ -68,8 +79,21 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
     number: Count
     kind: str
-    """The name of the error's class."""
-    reason: str
+    """The name of the error's class, or of the first of its bases that is one of :data:`KINDS`."""
+    arguments: tuple[str, ...]
+
+    @classmethod
+    def by(cls, number: int, error: ZenPSError) -> Failed:
+        """The message that a round has failed by ``error``."""
+        kind = next(each for each in type(error).__mro__ if KINDS.get(each.__name__) is each)
+        return cls(number, kind.__name__, tuple(str(each)[:MAX_ARGUMENT] for each in error.args))
+
+    def error(self) -> ZenPSError:
+        """The error that the leader has raised."""
+        try:
+            return KINDS[self.kind](*self.arguments)
+        except (KeyError, TypeError, AssertionError):
+            return ZenPSError(*self.arguments)
 
 
 class Taken(Struct, frozen=True, array_like=True, tag="taken"):
@@ -136,21 +160,22 @@ class Link:
 class Listener:
     """Accepts the followers' connections at the leader.
 
+    Args:
+        own: this rank.
+        fd: of this rank's arena.
+
     Attributes:
         address: for the followers; random, so that other processes do not know it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: int, fd: int) -> None:
+        self._own, self._fd = own, fd
         self.address = b"\0zenps-" + secrets.token_hex(16).encode()
         self._listener = handshake.Listener(self.address, net.SOCK_SEQPACKET, Hello)
 
-    def accept(self, own: int, fd: int, ranks: Sequence[int]) -> list[Link]:
+    def accept(self, ranks: Sequence[int]) -> list[Link]:
         """Waits for all of ``ranks`` and returns the links in this order. Unrelated processes delay no
         follower.
-
-        Args:
-            own: this rank.
-            fd: of this rank's arena.
 
         Raises:
             LinkError: a rank did not connect in time.
@@ -163,7 +188,7 @@ class Listener:
                     found = f"rank(s) {listing(missing)} did not connect within {CONNECT_SECONDS:g} s"
                     raise LinkError(f"{found}, expected rank(s) {listing(ranks)}")
                 for caller in self._listener.poll(left_seconds):
-                    self._greet(caller, own, fd, ranks, links)
+                    self._greet(caller, ranks, links)
         except BaseException:  # also Ctrl-C
             for link in links.values():
                 link.close()
@@ -174,21 +199,14 @@ class Listener:
         """Frees the address and stops accepting."""
         self._listener.close()
 
-    def _greet(
-        self,
-        caller: handshake.Caller[Hello],
-        own: int,
-        fd: int,
-        ranks: Sequence[int],
-        links: dict[int, Link],
-    ) -> None:
+    def _greet(self, caller: handshake.Caller[Hello], ranks: Sequence[int], links: dict[int, Link]) -> None:
         rank = caller.hello.rank
         if rank not in ranks or rank in links:
             expected = listing(sorted(set(ranks) - links.keys()))
             self._listener.refuse(caller, f"it says that it is rank {rank}, expected rank(s) {expected}")
             return
         with contextlib.suppress(OSError):  # the follower is gone, and may connect again
-            socket = self._listener.accept(caller, msgspec.msgpack.encode(Hello(own)), fd)
+            socket = self._listener.accept(caller, msgspec.msgpack.encode(Hello(self._own)), self._fd)
             links[rank] = Link(socket, rank, caller.window)
 
 
@@ -212,6 +230,8 @@ def connect(address: bytes, own: int, fd: int, leader: int) -> Link:
             # Unrelated processes fill the leader's accept queue, or have displaced this one in it.
             if time.monotonic() >= until:
                 raise LinkError(f"rank {leader}: {error}, for {CONNECT_SECONDS:g} s") from error
+        except LinkError:  # an OSError, too
+            raise
         except OSError as error:
             raise LinkError(f"rank {leader}: {error}") from error
         time.sleep(RETRY_SECONDS)

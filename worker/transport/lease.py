@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
-from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
+from zenps.errors import GONE_ADVICE, DeadlineError, PeerLostError, ZenPSError, listing
 from zenps.observe import log
 from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
 from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
@@ -39,7 +39,8 @@ from ..core.pending import LeftError
 from ..core.spans import Spans
 from ..core.statistics import Statistics
 from ..rounds.tracker import PATIENCE_SECONDS
-from .channel import Channel
+from . import commands
+from .channel import CLOSE_SECONDS, Channel
 from .events import EventThread
 from .membership import Membership
 
@@ -48,9 +49,6 @@ logger = logging.getLogger("zenps.worker")
 # How long a worker that leaves waits for the others. All end at about the same time, except that one of them
 # may still write to disk.
 TOGETHER_SECONDS = 2.0
-
-# The lease's thread ends within microseconds; this bounds the wait for one that hangs.
-CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class Lease:
                 self._barrier_call = reached or self._barrier_call
                 raise
         if not is_answered:
-            raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s")
+            raise DeadlineError(f"barrier: no answer from the scheduler within {seconds:g} s; see its log")
         reached.result()
 
     def admit(self) -> None:
@@ -213,7 +211,9 @@ class Lease:
         until = time.monotonic() + self._cluster.lease_seconds + PATIENCE_SECONDS
         self._channel.wait(lambda: bool(self.failure or self.view.left or is_over()), until)
         gone = [worker for worker in self.view.workers if worker.rank in self.view.left]
-        return self.failure or (PeerLostError(f"{listing(gone)} left the job") if gone else None)
+        return self.failure or (
+            PeerLostError(f"{listing(gone)} left the job; {GONE_ADVICE}") if gone else None
+        )
 
     def _await(self, reached: Future[None], seconds: float) -> bool:
         """Returns whether ``reached`` ends in time. Polls the channel: other ranks may need pushes again."""
@@ -324,13 +324,13 @@ class Lease:
                         reached.set_result(None)
                 case HeartbeatReply(watermark=watermark, joining=joining):
                     self.joining = joining
-                    self._events.post(partial(self._channel.on_watermark, watermark))
+                    self._tell(commands.Watermark(watermark))
                 case View():
                     self._on_view(message)
                 case Departed(member=member, lost=lost, reason=reason):
                     logger.warning("%s", reason) if lost else logger.debug("%s", reason)
                     if member.role == "server":
-                        self._events.post(partial(self._channel.on_departed, member.rank))
+                        self._tell(commands.Departed(member.rank))
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
 
@@ -346,11 +346,15 @@ class Lease:
             self._barrier_call = None
             self.joining = 0
         self.view = view
-        self._events.post(partial(self._channel.on_view, view))
+        self._tell(view)
         if is_admission and self._admission is not None:
             admission, self._admission = self._admission, None
-            self._events.post(partial(self._channel.then, admission.reached))
+            self._tell(admission.reached)
         self._events.post(partial(self._post, _Beat()))
+
+    def _tell(self, command: commands.Command) -> None:
+        """Posts a command to the channel, on the thread that may wait for its lock."""
+        self._events.post(partial(self._channel.post, command))
 
     def _check_scheduler(self) -> None:
         if self.failure is None:
@@ -363,7 +367,7 @@ class Lease:
         if self.failure is None:
             self.failure = error
             self.ended.set_exception(error)
-        self._events.post(partial(self._channel.fail, error))
+        self._tell(error)
         for reached in self._barriers.values():
             reached.set_exception(error)
         self._barriers.clear()

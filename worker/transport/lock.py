@@ -20,7 +20,9 @@ Command = TypeVar("Command")
 
 
 class CombiningLock(Generic[Command]):
-    """Methods may be called from any thread, except for those at the end, which only the owner may call.
+    """A lock with the commands that threads without it have left for its owner.
+
+    Methods may be called from any thread, except for those at the end, which only the owner may call.
 
     Attributes:
         wake: is readable when other threads have left commands. The owner polls it, and then calls

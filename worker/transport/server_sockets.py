@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable, Mapping, Set
 from functools import partial
 
@@ -87,8 +88,10 @@ class ServerSockets:
         A send does not always fail then: libzmq may still queue messages for that server.
         """
         for rank, handshakes in self._handshakes.items():
-            if any(failure != "other" for failure in handshakes.failures()):
-                return rank
+            for failure in handshakes.failures():
+                if failure != "other":
+                    return rank
+                self.connectivity.on_failed_handshake(rank, time.monotonic())
         return None
 
     @property
@@ -189,7 +192,7 @@ class ServerSockets:
             identity=identity_at(server.rank, self._identity), peer=node_name("server", server.rank)
         )
         if self._keys is not None:
-            self._handshakes[server.rank] = handshakes = Handshakes(self._ctx, socket)
+            self._handshakes[server.rank] = handshakes = Handshakes(socket)
             self._poller.register(handshakes.socket, zmq.POLLIN)
         connect(socket, server.address)
         if self._arena is not None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from typing import NamedTuple
 
-from zenps.errors import ZenPSError
 from zenps.observe.clock import now_ns
 
-from ..core.interrupts import MASK, Ready
+from ..core.interrupts import MASK, MaskedLock, Ready
 from ..core.pending import Pending, Waiter
+from ..core.request import device_error
 from ..core.spans import Spans
 from ..core.steps import Steps
 from ..encode.accelerator import LOOK_SECONDS
@@ -40,7 +39,7 @@ class SubmitQueue(Waiter):
         self._steps = steps
         self._spans = spans
         self._staged: deque[_Staged] = deque()
-        self._lock = threading.Lock()
+        self._lock = MaskedLock()
         """Held by who takes from the front."""
 
     def submit(self, pending: Pending) -> None:
@@ -58,7 +57,7 @@ class SubmitQueue(Waiter):
     def advance(self, until: float) -> None:
         """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""
         while self._staged:
-            with self._lock, MASK:
+            with self._lock:
                 while self._staged and self._submit_if_prepared(self._staged[0]):
                     self._staged.popleft()
             if not self._staged or time.monotonic() >= until:
@@ -84,7 +83,7 @@ class SubmitQueue(Waiter):
                 return False
             self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
             self._channel.submit(pending)
-        except ZenPSError as error:
-            self._steps.take_back(pending.name)
-            pending.fail(error)
+        except Exception as error:  # noqa: BLE001  # it is not of whoever pushes or waits for another tensor
+            self._steps.take_back(pending.name, pending.progress)
+            pending.fail(device_error(f"tensor {pending.name!r}", error))
         return True

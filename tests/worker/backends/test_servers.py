@@ -26,6 +26,7 @@ from zenps.worker.core.statistics import Counted, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import make_sparsification
+from zenps.worker.transport.commands import GiveUpAhead
 
 SIZE = 400_000
 GIVEN_UP = Mock()
@@ -39,7 +40,7 @@ def make_backend(sparsifier: str, values: str = "same") -> ServerBackend:
     statistics, scheme = Statistics(metrics), scheme_of("zenps")
     session = SimpleNamespace(
         config=config,
-        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, give_up=GIVEN_UP),
+        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, post=GIVEN_UP),
         statistics=statistics,
         metrics=metrics,
         spans=Spans(),
@@ -79,6 +80,33 @@ def test_what_was_pushed_is_added_again_if_it_is_pushed_again() -> None:
     assert residuals.feedback("layer", SIZE, torch.float32).added_step is None
 
 
+@pytest.mark.parametrize("values", ["same", "bfloat16"])
+@pytest.mark.parametrize("sparsifier", ["topk", "exdyna"])
+@pytest.mark.parametrize("fails", ["encoding", "submission"])
+def test_what_was_selected_and_not_sent_stays_in_the_residual(
+    fails: str, sparsifier: str, values: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory; the script catches it, and pushes again in this step or the next."""
+    backend, other, residuals, others = (
+        *(make_backend(sparsifier, values) for _ in range(2)),
+        Residuals(),
+        Residuals(),
+    )
+    where = (backend._planner, "begin") if fails == "encoding" else (backend._queue, "submit")
+    with monkeypatch.context() as patch:
+        patch.setattr(*where, Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            push(backend, gradient(0, SIZE), residuals)
+    feedback = residuals.feedback("layer", SIZE, torch.float32)
+    if (sparsifier, values, fails) != ("topk", "bfloat16", "submission"):  # there rounding errors were added
+        assert torch.equal(feedback.residual, gradient(0, SIZE))
+    torch.testing.assert_close(feedback.residual, gradient(0, SIZE), rtol=2**-8, atol=0)
+    pushed = [push(made, gradient(0, SIZE), own) for made, own in ((backend, residuals), (other, others))]
+    assert [pending.progress.pushed_rows for pending in pushed] == [0, 0]
+    again, straight = (each.feedback("layer", SIZE, torch.float32).residual for each in (residuals, others))
+    torch.testing.assert_close(again, straight, rtol=0, atol=2**-8 * 5 if values == "bfloat16" else 0)
+
+
 @pytest.mark.parametrize(
     ("sparsifier", "values", "leaves"),
     [("none", "same", False), ("none", "int8", True), ("topk", "same", True)],
@@ -113,4 +141,4 @@ def test_one_on_which_ranks_have_agreed_fails_on_all_and_has_its_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert push_for_once_without_memory(make_backend("none"), "rows", monkeypatch).progress.step == 1
-    GIVEN_UP.assert_called_once_with("layer", 0)
+    GIVEN_UP.assert_called_once_with(GiveUpAhead("layer", 0))

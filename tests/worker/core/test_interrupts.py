@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zenps.worker.core.interrupts import MASK
+from zenps.worker.core.interrupts import MASK, MaskedLock
 from zenps.worker.core.pending import Notifier
 from zenps.worker.transport.lock import CombiningLock
 
@@ -40,6 +40,44 @@ def test_an_interrupt_waits_for_the_end_of_the_mask() -> None:
         work()
     assert done == ["all"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_masked_lock_is_free_when_an_interrupt_that_it_held_back_is_raised() -> None:
+    lock, done = MaskedLock(), []
+
+    def handle(*_: object) -> None:
+        with lock:
+            done.append("handler")
+
+    signal.signal(signal.SIGINT, handle)
+    with lock:
+        press()
+        done.append("work")
+    assert done == ["work", "handler"]
+
+
+def test_a_wait_for_a_masked_lock_can_be_interrupted() -> None:
+    lock = MaskedLock()
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            is_held.set()
+            assert may_end.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(30)
+    timer = threading.Timer(0.1, press)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), lock:
+        pytest.fail("another thread holds it")
+    may_end.set()
+    thread.join(30)
+    timer.join(30)
+    with lock:
+        pass
+    press_raises()
 
 
 def test_an_interrupt_that_was_held_back_is_raised_where_the_mask_is_lifted() -> None:

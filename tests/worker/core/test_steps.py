@@ -51,24 +51,35 @@ def test_a_name_in_flight_is_refused_and_free_again_once_taken_back(steps: Steps
     assert (steps.is_in_flight("a"), steps.is_in_flight("b")) == (True, False)
     with pytest.raises(UsageError, match="'a' is in flight"):
         steps.begin("a", 1)
-    steps.take_back("a")
+    steps.take_back("a", first)
     assert not steps.is_in_flight("a")
     again = steps.begin("a", 1)
     assert (again.previous, again.step) == (None, first.step)
     again.ended = True
     assert not steps.is_in_flight("a")
     second = steps.begin("a", 1)
-    steps.take_back("a")
+    steps.take_back("a", second)
     assert steps.begin("a", 1).step == second.step == 1
+
+
+def test_a_round_from_before_an_admission_is_not_taken_back_from_one_after_it(steps: Steps) -> None:
+    before, other = steps.begin("a", 1), steps.begin("b", 1)
+    steps.reset()  # while another thread encodes both
+    after = steps.begin("a", 1)
+    steps.take_back("a", before)
+    steps.take_back("b", other)
+    assert steps.is_in_flight("a")
+    after.ended = True
+    assert steps.begin("a", 1).step == 1
 
 
 def test_names_are_bounded_and_what_is_taken_back_does_not_count(steps: Steps) -> None:
     streams = steps.begin("in streams", MAX_NAMES - 1)
     streams.ended = True
-    steps.begin("last", 1)
+    last = steps.begin("last", 1)
     with pytest.raises(UsageError, match=f"{MAX_NAMES} different names were used"):
         steps.begin("one more", 1)
-    steps.take_back("last")
+    steps.take_back("last", last)
     steps.begin("one more", 1)
     fewer = steps.begin("in streams", 1)
     assert fewer.previous is streams

@@ -72,9 +72,21 @@ def test_a_broadcast_leaves_nothing_in_the_pool() -> None:
 def test_a_table_too_large_for_a_bit_of_each_position_is_refused(sync: SyncConfig, setting: str) -> None:
     """A push of two rows took memory and time for all positions, until its deadline."""
     sharder = Sharder(Config(sync=sync), scheme_of(sync.scheme).wire, view_of([0, 1]))
-    sharder.shard_sparse("table", 1 << 33, 1, torch.float32, 0)
+    sharder.ring.shard_sparse("table", 1 << 33, 1, torch.float32, 0)
     with pytest.raises(TensorError, match=f"tensor 'table': a table of {(1 << 33) + 1} .* with {setting}, "):
-        sharder.shard_sparse("table", (1 << 33) + 1, 1, torch.float32, 0)
+        sharder.ring.shard_sparse("table", (1 << 33) + 1, 1, torch.float32, 0)
+
+
+def test_tables_of_sparse_and_dense_tensors_share_one_budget() -> None:
+    """Each kind had a budget of its own, twice the limit together."""
+    rows, count = 1000, 1000 * DENSE_GRANULE
+    config = Config(sync=SyncConfig(table_bytes=8 * 1500))
+    ring = Sharder(config, scheme_of("zenps").wire, view_of([0, 1])).ring
+    shardings = (
+        ring.shard_sparse("table", rows, 4, torch.float32, 0),
+        ring.shard_dense("a", count, torch.float32),
+    )
+    assert [sharding.layout and sharding.layout.table_bytes for sharding in shardings] == [8 * rows, 0]
 
 
 def test_a_message_of_blocks_is_no_larger_than_two_chunks() -> None:

@@ -531,6 +531,22 @@ def test_what_is_thrown_away_leaves_no_rounding_errors(form: ValueForm, tensor: 
     assert torch.equal(table, before)
 
 
+@every_form
+@pytest.mark.parametrize("ranks", [127, 129, 131, 257, 2049])
+def test_how_many_ranks_of_a_host_have_a_gradient_is_not_rounded_for_later(
+    form: ValueForm, ranks: int
+) -> None:
+    """It would say in the next step that they have one, or hide that ranks of another host have."""
+    bucket = Bucket("bucket", [nn.Parameter(torch.zeros(70))], RUN)
+    size = len(bucket.fused())
+    quantizer = Quantizer(VALUE_CODECS[form], Residuals().of("bucket", size, 1), POOL.empty, bucket.parts)
+    for count in (ranks, 0):
+        flat = torch.zeros(size)
+        flat[bucket.parts.flags] = count
+        pushed = decoded(quantizer, quantizer.encode(flat[:, None]), (size, 1))[:, 0]
+        assert pushed[bucket.parts.flags].tolist() == [pytest.approx(count, rel=0.01)]
+
+
 @pytest.mark.parametrize("average_over", [1, 4096])
 def test_a_bucket_says_who_has_a_gradient_whatever_lies_beside(average_over: int) -> None:
     """By elements that no gradient's scale, and no other such element's, can make 0."""
@@ -539,7 +555,7 @@ def test_a_bucket_says_who_has_a_gradient_whatever_lies_beside(average_over: int
     bucket, int8 = Bucket("bucket", parameters, RUN), VALUE_CODECS["int8"]
     for step in range(20):
         flat = bucket.fused()
-        flat[bucket._present_from + 2 * RUN] /= average_over
+        flat[bucket.parts.flags.start + 2 * RUN] /= average_over
         bucket.spread(travelled(int8, flat[:, None], step)[:, 0])
         assert parameters[1].grad is None
         assert parameters[2].grad is not None

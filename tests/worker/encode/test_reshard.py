@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -42,7 +43,7 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.config.sizes import message_bytes
 from zenps.errors import TensorError
 from zenps.partition.layout import LayoutCache
-from zenps.partition.ring import rebalance
+from zenps.partition.ring import SLOTS, rebalance
 from zenps.partition.strategies import strategy
 from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
@@ -75,8 +76,9 @@ Ring = tuple[list[int], int, int, int, int]
 def make_sharding(partition: str, rows: int, granule: int, ring: Ring) -> Sharding:
     servers, before, chunks, table_bytes, home = ring
     owners = rebalance(rebalance(None, SERVERS[before]), servers)
-    cache = LayoutCache(strategy(partition), 7, owners, servers, table_bytes)
-    return Sharding(cache.get("weight", max(rows, 1), granule), chunks, servers[home % len(servers)])
+    cache = LayoutCache(7, owners, servers, table_bytes)
+    layout = cache.get(strategy(partition), "weight", max(rows, 1), granule)
+    return Sharding(layout, chunks, servers[home % len(servers)])
 
 
 def check_all(shardings: Sequence[Sharding], codec: str, begin: Callable[[Sharding], Transfer]) -> None:
@@ -202,11 +204,11 @@ def test_a_view_of_the_same_ring_changes_nothing() -> None:
     """As when a worker is lost."""
     config, wire, view = Config(), scheme_of("zenps").wire, view_of([0, 1])
     sharder = Sharder(config, wire, view)
-    before = sharder.shard_sparse("weight", 5000, 3, torch.float32, 0)
+    before = sharder.ring.shard_sparse("weight", 5000, 3, torch.float32, 0)
     sharder.follow(structs.replace(view, epoch=next(epochs)))
-    assert sharder.shard_sparse("weight", 5000, 3, torch.float32, 0) == before
+    assert sharder.ring.shard_sparse("weight", 5000, 3, torch.float32, 0) == before
     sharder.follow(view_of([0, 1]))
-    assert sharder.shard_sparse("weight", 5000, 3, torch.float32, 0) != before
+    assert sharder.ring.shard_sparse("weight", 5000, 3, torch.float32, 0) != before
 
 
 @every_kind
@@ -262,7 +264,7 @@ def sharding_of(sync: SyncConfig, columns: int = 1, expected_rows: int = 0) -> S
     """Of 100,000 rows of float32 over three servers, whose messages have at most 64 KiB."""
     config = Config(sync=sync, cluster=ClusterConfig(max_message_bytes=64 << 10))
     sharder = Sharder(config, scheme_of(sync.scheme).wire, view_of([0, 1, 2]))
-    return sharder.shard_sparse("weight", 100_000, columns, torch.float32, expected_rows)
+    return sharder.ring.shard_sparse("weight", 100_000, columns, torch.float32, expected_rows)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +279,31 @@ def sharding_of(sync: SyncConfig, columns: int = 1, expected_rows: int = 0) -> S
 def test_spans_are_bounded_where_bytes_grow_with_them(sync: SyncConfig) -> None:
     spans = [each.span for each in sharding_of(sync).ranges().values()]
     assert sum(spans) >= 100_000
-    assert max(spans) * POSITION_BYTES <= 32 << 10
+    assert 16 << 10 < max(spans) * POSITION_BYTES <= 32 << 10
 
 
 def test_elsewhere_chunks_are_cut_by_what_is_expected_if_at_all() -> None:
     sync = SyncConfig(chunk_bytes=64 << 10)
     assert [sharding_of(sync, 1, rows).chunks for rows in (0, 100_000)] == [1, 7]
     assert sharding_of(structs.replace(sync, scheme="sparse-ps"), 1, 100_000).chunks == 1
+
+
+def test_messages_have_the_rows_that_fit_and_at_least_one() -> None:
+    sharding = sharding_of(SyncConfig(), columns=3)
+    row_bytes = 3 * 4 + POSITION_BYTES
+    assert (sharding.message_rows, sharding.max_rows) == ((32 << 10) // row_bytes, (64 << 10) // row_bytes)
+    config = Config(cluster=ClusterConfig(workers=32, server_budget_bytes=1 << 20))
+    ring = Sharder(config, scheme_of("zenps").wire, view_of([0, 1])).ring
+    assert message_bytes(config) < 3000 * 4
+    assert ring.shard_sparse("weight", 100, 3000, torch.float32, 0).message_rows == 1
+
+
+def test_streams_lie_at_equal_distances_as_the_page_on_encoding_has_it() -> None:
+    config = Config(sync=SyncConfig(scheme="omnireduce", seed=7))
+    ring = Sharder(config, scheme_of("omnireduce").wire, view_of([0, 1, 2])).ring
+    first = zlib.crc32(b"7/weight") % SLOTS
+    slots = [sharding.slot for sharding in ring.shard_streams("weight", 3)]
+    assert slots == [(first + stream * SLOTS // 3) % SLOTS for stream in range(3)]
 
 
 def test_only_single_elements_stay_together() -> None:

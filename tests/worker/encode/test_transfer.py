@@ -61,8 +61,8 @@ def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -
 
 
 def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], table_bytes: int) -> Layout:
-    cache = LayoutCache(strategy(name), 7, rebalance(None, servers), servers, table_bytes)
-    return cache.get("weight", max(rows, 1), granule)
+    cache = LayoutCache(7, rebalance(None, servers), servers, table_bytes)
+    return cache.get(strategy(name), "weight", max(rows, 1), granule)
 
 
 def on_the_device(layout: Layout) -> DeviceLayout:

@@ -581,7 +581,7 @@ def test_what_was_recalled_and_is_lost_on_its_way_is_pushed_once_more_when_asked
     assert keys_of(worker.rounds.on_reply(1, wanted, (), later)) == [(1, 0)]
     assert worker.rounds.on_tick(later + 1) == []
     assert keys_of(worker.rounds.on_reply(1, wanted, (), later + ASKED_SECONDS)) == [(1, 0)]
-    assert round_.state == "recalled"
+    assert (round_.state, round_.again) == ("recalled", False), "under the ring of its first push"
 
 
 def test_what_was_recalled_and_may_still_be_queued_is_not_pushed_once_more() -> None:
@@ -677,11 +677,13 @@ def test_watermarks_settle_what_has_no_next_step() -> None:
 
 def test_a_watermark_does_not_wait_for_what_came_after_it() -> None:
     worker = Recovering()
-    before = worker.submit("before")
+    before = [worker.submit("before"), worker.submit("beside")]
     worker.rounds.on_watermark(1)
     worker.submit("after")
     worker.rounds.on_watermark(1)  # each heartbeat's reply says it again
-    worker.answer(before)
+    for round_ in before:
+        assert worker.rounds.watermark == 0
+        worker.answer(round_)
     assert worker.rounds.watermark == 1
 
 

@@ -191,6 +191,29 @@ def test_parts_of_a_gradient_are_none_of_what_is_pushed_of_it() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("failing", [VALUES, COUNTS])
+@pytest.mark.parametrize("values", ["same", "int8"])
+def test_values_that_cannot_be_encoded_stay_in_the_residual(values: str, failing: str) -> None:
+    rank, tensor = Rank(0, "cluster.workers=1", f"sync.values={values}"), gradient(0, SIZE)
+    _, transfer = rank.begin(tensor, 0)
+    (encoded,) = transfer.begin()
+    begin = transfer._begin
+
+    def begin_or_fail(request: Request) -> OneRound:
+        if request.name.endswith(failing):
+            raise MemoryError
+        return begin(request)
+
+    transfer._begin = begin_or_fail
+    *others, last = answers_to([encoded], "layer")
+    for answer in others:
+        transfer.on_answer(answer)
+    with pytest.raises(MemoryError):
+        transfer.on_answer(last)
+    left = rank.residuals.of("layer", SIZE, 1)[: EXACT[0][0], 0]
+    assert torch.equal(left, tensor[: len(left)])
+
+
 @pytest.mark.parametrize(("values", "leaves"), [("same", False), ("bfloat16", True), ("int8", True)])
 def test_what_quantization_takes_stays_in_the_residual(values: str, leaves: bool) -> None:
     job = Job(0, f"sync.values={values}")

@@ -110,6 +110,8 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
     "mostly zero": mostly_zero,
     "not finite": with_nan,
     "transposed": lambda seed: gradient(seed, SIZE).view(300, -1).t(),
+    "strided": lambda seed: gradient(seed, 2 * SIZE)[::2],
+    "negative view": lambda seed: torch._neg_view(gradient(seed, SIZE)),
 }
 
 
@@ -393,6 +395,22 @@ def test_a_gradient_is_counted_once_however_often_its_push_fails(
     for left in range(4):
         for got, wanted in zip(push(Scarce(), (left, 3 - left)), expected, strict=True):
             assert_same(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sparsifier", ["topk", "exdyna"])
+def test_what_is_taken_back_is_on_the_device_again(sparsifier: str, dtype: torch.dtype) -> None:
+    residuals, tensor = Residuals(), gradient(0, SIZE, dtype)
+    request = Request(tensor, "layer", options(residuals))
+    made = make(HostAccelerator(), f"sync.sparsifier={sparsifier}").transform(request, 0)
+    assert made is not None
+    sent = made.apply(tensor)
+    if isinstance(made, Agreed):
+        made.continue_with(sent)
+    left = residuals.of("layer", SIZE, 1)[:, 0]
+    assert not torch.equal(left, tensor.float())
+    made.take_back()
+    assert torch.equal(left, tensor.float())
 
 
 def test_what_a_failed_push_has_left_is_forgotten_with_its_step() -> None:

@@ -14,7 +14,7 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.sparsifiers.base import Above, Momentum, Sparsifier, Step
+from zenps.sparsifiers.base import Above, Sparsifier, Step
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
@@ -74,6 +74,27 @@ def test_what_is_pushed_and_what_is_left_are_all_that_came(name: str, dtype: tor
     torch.testing.assert_close(pushed + left, came, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_what_is_taken_back_is_pushed_by_the_next_push(dtype: torch.dtype) -> None:
+    """In the same step once, in a later one with that step's gradient."""
+    made, residuals = make("sparsifier.least_bytes=1"), Residuals()
+    (first, second), exact = (gradient(seed, dtype=dtype) for seed in range(2)), ((0, 5),)
+    for _ in range(2):
+        failing = transform(made, first, 0, options(residuals, exact=exact))
+        sent = failing.apply(first)
+        failing.take_back()
+        left = residuals.of("layer", SIZE, 1, torch.promote_types(dtype, torch.float32))[:, 0]
+        assert torch.equal(left, first.to(left))
+    assert torch.equal(
+        transform(made, first, 0, options(residuals)).apply(first).to_dense()[5:], sent.to_dense()[5:]
+    )
+    residuals.end_step()
+    left.copy_(first)
+    transform(made, second, 0, options(residuals)).take_back()  # before anything is taken
+    sent = transform(made, second, 0, options(residuals)).apply(second)
+    torch.testing.assert_close(sent.to_dense().to(left) + left, first.to(left) + second)
+
+
 def test_the_result_is_dense_and_0_where_nobody_pushed() -> None:
     sparsification = make()
     tensor = gradient(0).view(100, 200)
@@ -104,6 +125,29 @@ def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) ->
     sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
     assert not bool(sent.to_dense()[3 : 3 + elements].isfinite().all())
     assert bool(residuals.of("layer", SIZE, 1).isfinite().all())
+
+
+@pytest.mark.parametrize("large", [7e4, -7e4])
+def test_a_sum_that_overflows_float16_is_not_kept(large: float) -> None:
+    residuals, tensor = Residuals(), gradient(1, 2 * SMALL_FLOATS).half()
+    residual = residuals.of("layer", len(tensor), 1)
+    residual[3] = large
+    sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
+    assert sent.to_dense()[3] == math.copysign(math.inf, large)
+    assert residual[3] == 0
+
+
+@pytest.mark.parametrize("pusher", [None, (1, 2)])
+def test_a_sparsifier_knows_its_place_among_those_that_push(pusher: tuple[int, int] | None) -> None:
+    made = transform(make(rank=2), gradient(1), 0, options(Residuals(), pusher=pusher))
+    task = made.gradient.sparsifier.task
+    assert (task.rank, task.world) == (pusher or (2, RANKS))
+
+
+def test_only_what_takes_momentum_clips() -> None:
+    sets = ("sparsifier.clip_norm=6", "cluster.workers=9")
+    assert make(*sets).clip_norm == 0
+    assert make("sync.sparsifier=dgc", *sets).clip_norm == 2
 
 
 @pytest.mark.parametrize(
@@ -237,94 +281,6 @@ def test_so_is_what_one_has_left_whose_indices_are_agreed_on() -> None:
         made.continue_with(union)
         kept -= set(union._indices()[0].tolist())
     assert residuals.of("layer", SIZE, 1)[min(kept)] == 2 * gradient(0)[min(kept)]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [None, [], {}, {"tensors": 3}],
-    ids=str,
-)
-def test_what_is_no_state_is_refused(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="expected that of sparsifier_state_dict"):
-        make().load_state_dict(wrong)
-
-
-@pytest.mark.parametrize("name", ["topk", "dgc", "exdyna"])
-def test_a_damaged_state_names_its_tensor(name: str) -> None:
-    sparsification, residuals = make(f"sync.sparsifier={name}"), Residuals()
-    sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
-    state = sparsification.state_dict()
-    whole = state["tensors"]["layer"]
-    damaged = [{key: value for key, value in whole.items() if key != missing} for missing in whole]
-    damaged += [whole | {"residual": 3}, whole | {"step": "x"}, {}]
-    if name != "topk":
-        inner = {
-            key: value[:-1] if isinstance(value, Tensor) else value
-            for key, value in whole["sparsifier"].items()
-        }
-        damaged += [whole | {"sparsifier": inner}, whole | {"sparsifier": {}}]
-    for each in damaged:
-        again = make(f"sync.sparsifier={name}")
-        again.load_state_dict(state | {"tensors": {"layer": each}})
-        with pytest.raises(UsageError, match=r"sparsifier state of tensor 'layer': .*expected"):
-            again.transform(Request(gradient(0), "layer", options(Residuals())), 0)
-
-
-def test_steps_continue_from_a_state_and_begin_anew_when_workers_join() -> None:
-    """Then the tensor's step is 0 again on all ranks, and a joining worker has no state."""
-    sparsification, residuals = make(), Residuals()
-    for step in range(5):
-        made = transform(sparsification, gradient(0), step, options(residuals))
-        assert made.gradient.step.number == step
-    again, others = make(), Residuals()
-    again.load_state_dict(sparsification.state_dict())
-    numbers = [
-        transform(again, gradient(0), step, options(others)).gradient.step.number for step in (0, 1, 0, 1)
-    ]
-    assert numbers == [5, 6, 0, 1]
-
-
-def test_momentum_stays_when_workers_join() -> None:
-    sparsification, residuals = make("sync.sparsifier=dgc"), Residuals()
-    given, tensor = options(residuals, momentum=Momentum(0.5, nesterov=False)), torch.ones(SIZE)
-    kept = set(range(SIZE))
-    for _ in range(2):
-        kept -= set(transform(sparsification, tensor, 0, given).apply(tensor)._indices()[0].tolist())
-        residuals.end_step()
-    assert residuals.of("layer", SIZE, 1)[min(kept)] == 1 + 1.5
-
-
-def test_a_joining_worker_gets_what_ranks_share() -> None:
-    sparsification, residuals = make(), Residuals()
-    for step in range(5):
-        transform(sparsification, gradient(step), step, options(residuals)).apply(gradient(step))
-    joined, its_own, again = make(rank=1), Residuals(), make(rank=2)
-    joined.adopt(sparsification.shared_state())
-    again.adopt(joined.shared_state())  # before the one that has joined has pushed anything
-    for each, its_residuals in ((joined, its_own), (again, Residuals())):
-        made = [transform(each, gradient(0), step, options(its_residuals)) for step in (0, 1, 0)]
-        assert [one.gradient.step.number for one in made] == [5, 6, 0], "once"
-        assert not made[0].gradient.residual.any()
-    assert joined.shared_state()["layer"] == {"elements": SIZE, "step": 1}
-
-
-def test_a_shared_state_of_a_tensor_that_has_another_size_now_is_not_taken() -> None:
-    sparsification, residuals, joined = make(), Residuals(), make(rank=1)
-    transform(sparsification, gradient(0), 0, options(residuals))
-    joined.adopt(sparsification.shared_state())
-    longer = gradient(0, 2 * SIZE)
-    assert transform(joined, longer, 0, options(Residuals())).gradient.step.number == 0
-
-
-def test_tensors_that_are_made_after_all_states_were_taken_begin_without() -> None:
-    sparsification, residuals = make(), Residuals()
-    sparsification.transform(Request(gradient(0), "layer", options(residuals)), 0)
-    again, others = make(), Residuals()
-    again.load_state_dict(sparsification.state_dict())
-    with pytest.raises(UsageError, match=r"expected one of tensor 'other', got layer.*zenps.init"):
-        again.transform(Request(gradient(0), "other", options(others)), 0)
-    assert again.transform(Request(gradient(0), "layer", options(others)), 0) is not None
-    assert again.transform(Request(gradient(0), "other", options(others)), 0) is not None
 
 
 @pytest.mark.parametrize("scheme", ["byteps", "allreduce"])

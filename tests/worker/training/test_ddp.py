@@ -12,18 +12,21 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 
 import zenps as zps
 from tests.worker.training.test_optimizer import FakeWorld
-from zenps.errors import UsageError
+from zenps.errors import DeadlineError, UsageError
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
+from zenps.worker.training import ddp
 from zenps.worker.training.ddp import CommHookState, comm_hook
 
 
@@ -74,14 +77,25 @@ def test_all_of_a_layout_is_pushed_at_first_and_vectors_always(monkeypatch: pyte
         assert request.options.exact == ((6, 10), (14, 15))
         assert request.options.is_sparsifiable == is_sparsifiable
         assert (request.options.average, request.options.priority) == (True, 5)
-        assert (request.options.purpose, request.options.residuals) == ("gradient", state._residuals)
+        assert request.options.purpose == "gradient"
+        assert request.options.residuals is (state._residuals if is_sparsifiable else None)
+
+
+def test_without_a_state_there_is_one_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, bucket = FakeWorld(), FakeBucket(nn.Parameter(torch.zeros(3)))
+    monkeypatch.setattr(PROCESS, "_world", world)
+    for is_repeated in (False, True):
+        comm_hook(None, bucket).wait()  # type: ignore[arg-type]
+        (request,) = world.requests.values()
+        assert request.options.is_sparsifiable == is_repeated
 
 
 def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     world, state = FakeWorld(), CommHookState()
     monkeypatch.setattr(PROCESS, "_world", world)
+    bucket = FakeBucket(nn.Parameter(torch.zeros(3)))
     for _ in range(2):
-        comm_hook(state, FakeBucket(nn.Parameter(torch.zeros(3)))).wait()  # type: ignore[arg-type]
+        comm_hook(state, bucket).wait()  # type: ignore[arg-type]
     (residuals,) = {request.options.residuals for request in world.requests.values()}
     gone = weakref.ref(residuals)
     world.requests.clear()
@@ -102,8 +116,9 @@ def test_a_copy_is_a_state_of_its_own(duplicate: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(PROCESS, "_world", world)
     duplicate(state)  # never used: it takes no prefix
     used, next_state = duplicate(state), CommHookState()
-    for each in (state, used, next_state):
-        comm_hook(each, FakeBucket(nn.Parameter(torch.zeros(3)))).wait()  # type: ignore[arg-type]
+    bucket = FakeBucket(nn.Parameter(torch.zeros(3)))
+    for each in (state, used, next_state) * 2:
+        comm_hook(each, bucket).wait()  # type: ignore[arg-type]
     first, second, third = (int(name.partition("/")[0].removeprefix("ddp")) for name in world.requests)
     assert (second, third) == (first + 2, first + 1)
     residuals = {id(request.options.residuals) for request in world.requests.values()}
@@ -164,6 +179,29 @@ def test_after_a_push_that_cannot_begin_ddp_goes_on(failing: int, monkeypatch: p
     assert (len(calls), world.pushed.total()) == (4, 3)
     assert feedback.added_step is None, "the residual must not be taken to have the next gradient already"
     assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeadlineError("late")])
+def test_after_ctrl_c_nothing_is_waited_for_but_after_an_error_all_is(
+    error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP's step ends either way, and with this rank's own gradients where there are no averages."""
+    state, calls = CommHookState(), list[Any]()
+    monkeypatch.setattr(ddp, "_at_end_of_backward", calls.append)
+    handles: list[Any] = [Mock(), Mock(), Mock()]
+    for handle, average in zip(handles, (torch.full((1,), 7.0), error, torch.full((1,), 8.0)), strict=True):
+        handle.wait.side_effect = [average]
+        state._in_flight.append(ddp._Bucket(handle, Future(), torch.ones(1), None))
+    results = [bucket.result for bucket in state._in_flight]
+    state._finish()
+    is_error = isinstance(error, Exception)
+    assert [float(result.value()) for result in results] == [7.0, 1.0, 8.0 if is_error else 1.0]
+    assert handles[2].wait.called == is_error
+    (end,) = calls
+    with pytest.raises(type(error)):
+        end()
+    state._finish()
+    assert len(calls) == 1
 
 
 @pytest.mark.usefixtures("group")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from zenps.wire.messages import FromServer, Push, Result, Wanted
 from zenps.wire.scheduler_messages import Member
 from zenps.worker.collectives.allgather import allgather_int
 from zenps.worker.core.transfer import Answer, Sharding
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, RootLostError, WholeTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.process import PROCESS
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
@@ -162,8 +162,8 @@ def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: in
 
 
 def make_layout(count: int) -> Layout:
-    return LayoutCache(strategy("parallel"), 7, rebalance(None, [0]), [0], 1 << 20).get(
-        "x", count, DENSE_GRANULE
+    return LayoutCache(7, rebalance(None, [0]), [0], 1 << 20).get(
+        strategy("parallel"), "x", count, DENSE_GRANULE
     )
 
 
@@ -189,6 +189,17 @@ def test_a_state_holds_values_and_leaves_a_lone_worker_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     with pytest.raises(AttributeError, match="no value 'epoch'"):
         _ = state.epoch
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_state_brings_all_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.ones(2), persistent=False)
+    brought: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(elastic, "broadcast_parameters", lambda tensors, root: brought.update(tensors))
+    zps.TrainingState(model=model)
+    assert brought.keys() == {*dict(model.named_parameters()), *dict(model.named_buffers())}
+    assert all(brought[name].data_ptr() == buffer.data_ptr() for name, buffer in model.named_buffers())
 
 
 @pytest.mark.usefixtures("alone")
@@ -226,6 +237,40 @@ def test_a_worker_that_joins_has_no_state_before_it_got_that_of_others(
     zps.TrainingState(step=0)
     assert said == [0, 0]
     assert not PROCESS.world.is_joining
+
+
+@pytest.mark.usefixtures("alone")
+def test_ranks_choose_another_root_if_theirs_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, asked = {0: 1, 2: 1, 3: 1}, []
+
+    def broadcast(state: Callable[[], object], root: int, name: str) -> object:
+        asked.append(root)
+        if root == 0:
+            del there[0]
+            raise RootLostError
+        return state()
+
+    monkeypatch.setattr(elastic, "allgather_int", lambda has_state, name: dict(there))
+    monkeypatch.setattr(elastic, "broadcast_state", broadcast)
+    assert zps.TrainingState(step=3).step == 3
+    assert asked == [0, 2]
+
+
+@pytest.mark.usefixtures("alone")
+def test_optimizers_are_drained_before_workers_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, world = torch.nn.Linear(2, 1), PROCESS.world
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    state = zps.TrainingState(model=model, optimizers=[optimizer])
+    calls: list[object] = []
+    monkeypatch.setattr(optimizer, "drain", lambda: calls.append("drain"))
+    monkeypatch.setattr(optimizer, "adopt_agreement", calls.append)
+    monkeypatch.setattr(world, "admit", lambda: calls.append("admit"))
+    monkeypatch.setattr(world, "is_elastic", True, raising=False)
+    state.commit()
+    assert not calls, "nobody joins"
+    monkeypatch.setattr(world, "has_joining_workers", lambda: True)
+    state.commit()
+    assert calls[:3] == ["drain", "admit", 0]
 
 
 @pytest.mark.usefixtures("alone")

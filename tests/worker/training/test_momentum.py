@@ -8,10 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from torch.nn import Parameter
 
+import zenps as zps
+from zenps.config.sources import load
 from zenps.errors import UsageError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.core.statistics import Statistics
+from zenps.worker.process import PROCESS
+from zenps.worker.sparsify.sparsification import make_sparsification
 from zenps.worker.training.momentum import MomentumCorrection
+from zenps.worker.world import LocalWorld
 
 
 @pytest.fixture
@@ -73,6 +81,48 @@ def test_another_momentum_is_refused(
         gradients_of_a_step(optimizer, correction)
     with pytest.raises(UsageError, match="expected Momentum"):
         saved(optimizer, correction)
+
+
+def join(monkeypatch: pytest.MonkeyPatch, sparsifier: str) -> None:
+    config = load(sets=[f"sync.sparsifier={sparsifier}", "sync.density=0.01"], environ={}).config
+    world = LocalWorld(config)
+    world.sparsification = make_sparsification(config, 0, Statistics(WorkerMetrics(CollectorRegistry())))
+    monkeypatch.setattr(PROCESS, "_world", world)
+
+
+def wrap(monkeypatch: pytest.MonkeyPatch, sparsifier: str, optimizer: torch.optim.SGD) -> dict[str, Any]:
+    """Wraps the optimizer in a job of its own; returns the only group of the wrapper's state."""
+    join(monkeypatch, sparsifier)
+    (group,) = zps.DistributedOptimizer(optimizer).state_dict()["param_groups"]
+    return {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
+
+
+@pytest.mark.parametrize("other", ["none", "topk"])
+def test_a_job_without_momentum_correction_gives_back_what_an_earlier_one_has_taken(
+    other: str, optimizer: torch.optim.SGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The optimizer trained on without momentum and weight decay."""
+    (group,) = optimizer.param_groups
+    group["nesterov"] = True
+    own = {key: group[key] for key in ("momentum", "nesterov", "weight_decay")}
+    for sparsifier in ("dgc", other, "dgc", other, other):
+        assert wrap(monkeypatch, sparsifier, optimizer) == own
+        assert (group["momentum"], group["weight_decay"]) == ((0, 0) if sparsifier == "dgc" else (0.5, 0.25))
+
+
+def test_what_a_script_has_set_between_two_jobs_is_not_overwritten(
+    optimizer: torch.optim.SGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = optimizer.param_groups
+    for key, set_here in (("momentum", 0.125), ("weight_decay", 0.0)):
+        own = wrap(monkeypatch, "dgc", optimizer)
+        group[key] = set_here
+        assert wrap(monkeypatch, "none", optimizer) == own | {key: set_here}
+    wrap(monkeypatch, "dgc", optimizer)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))]})
+    join(monkeypatch, "none")
+    zps.DistributedOptimizer(optimizer)
+    assert [each["momentum"] for each in optimizer.param_groups] == [0.125, 0.5]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.125])

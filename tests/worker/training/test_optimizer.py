@@ -27,11 +27,12 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Request
 from zenps.worker.core.spans import Spans
-from zenps.worker.core.statistics import Progress, Statistics, Stats
+from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
 from zenps.worker.training.gradients import agreement
 from zenps.worker.training.gradients.buckets import Bucket
+from zenps.worker.training.gradients.synchronizer import GradientSynchronizer
 from zenps.worker.world import LocalWorld, World
 
 
@@ -61,6 +62,7 @@ class FakeWorld(World):
     sparsification = None
     keeps_residuals = False
     spans = Spans()
+    partition = "none"
     staleness = 0
     averages_models = False
     averager = None
@@ -71,14 +73,8 @@ class FakeWorld(World):
         self.requests: dict[str, Request] = {}
         self.waited: Counter[str] = Counter()
         self.late: set[str] = set()
-        statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-        self._waiting = Waiting(Notifier(), 20.0, statistics, Spans())
-
-    def stats(self) -> Stats:
-        return Stats()
-
-    def note_staleness(self, steps: int) -> None: ...
-    def note_consensus(self, distance: float) -> None: ...
+        self.statistics = Statistics(WorkerMetrics(CollectorRegistry()))
+        self._waiting = Waiting(Notifier(), 20.0, self.statistics, Spans())
 
     def begin(self, request: Request) -> Pending:
         tensor, name, options = request
@@ -361,6 +357,29 @@ def test_an_agreement_whose_wait_ctrl_c_ends_is_made_by_the_next_step(
     assert world.waited == world.pushed
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_parameters_that_are_unfrozen_after_ctrl_c_has_ended_an_agreement_are_pushed(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], is_dropped: bool
+) -> None:
+    """The agreement that goes on does not have them."""
+    model.first.weight.requires_grad_(False)
+    optimizer = wrap(model)
+    model.loss().backward()
+    interrupt_wait("kinds")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    model.first.weight.requires_grad_(True)
+    if is_dropped:
+        optimizer.zero_grad()
+        model.loss().backward()
+    optimizer.step()
+    assert (model.first.weight in optimizer._consistency._agreement.bucket_of) == is_dropped
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert model.first.weight in optimizer._consistency._agreement.bucket_of
+    assert world.waited == world.pushed
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_zero_grad_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
     world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None], staleness: int
@@ -382,6 +401,26 @@ def test_zero_grad_whose_wait_ctrl_c_ends_goes_on_with_it_when_it_is_repeated(
     assert all(
         "1 step(s) thrown" in world.requests[name].options.given for name in names_pushed(world, before)
     )
+    assert world.waited == world.pushed
+
+
+def test_zero_grad_after_a_step_whose_wait_ctrl_c_ended_says_what_residuals_keep(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None]
+) -> None:
+    world.keeps_residuals = True
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
+    before, weights = world.pushed.copy(), state_of(model)
+    model.loss().backward()
+    interrupt_wait("bucket")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    with pytest.raises(UsageError, match="residuals keep a part"):
+        optimizer.zero_grad()
+    optimizer.zero_grad()
+    assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+    assert set(names_pushed(world, before).values()) == {1}
+    train_one_step(model, optimizer)
     assert world.waited == world.pushed
 
 
@@ -452,6 +491,17 @@ def test_any_leaf_tensor_may_be_trained(world: FakeWorld) -> None:
     assert table[:, 0].tolist() == [1.0, 1.0, -1.0, 1.0]
     assert world.pushed == world.waited
     assert [times for name, times in world.pushed.items() if name.endswith("/parameter1")] == [2]
+
+
+def test_the_end_of_a_step_forgets_which_gradients_failed_pushes_have_added(model: Model) -> None:
+    """The next step's gradient would be taken for one that the residual has already."""
+    optimizer = wrap(model)
+    consistency = optimizer._consistency
+    assert isinstance(consistency, GradientSynchronizer)
+    feedback = consistency._pushes._residuals.feedback("layer", 4, torch.float32)
+    feedback.added_step = 0
+    train_one_step(model, optimizer)
+    assert feedback.added_step is None
 
 
 def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:
@@ -687,6 +737,27 @@ def test_gradients_are_pushed_in_the_last_of_the_passes_that_earlier_steps_had(
     assert world.waited == world.pushed
 
 
+def test_a_gradient_of_more_passes_than_before_is_pushed_once(world: FakeWorld, model: Model) -> None:
+    """As an expert's, to which this rank sends more micro-batches than before. Another push would wait for
+    the other ranks, which have no reason for one.
+    """
+    model.words.weight.requires_grad_(False)
+    expert = nn.Embedding(10, 2, sparse=True)
+    named = [*model.named_parameters(), ("expert", expert.weight)]
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD([each for _, each in named], lr=1.0), named)
+    before = expert.weight.detach().clone()
+    for uses in ([True, False], [False, True], [True, True], [False, False]):
+        world.pushed.clear(), world.waited.clear()
+        for is_used in uses:
+            loss = model.loss()
+            (loss + expert(torch.tensor([3])).sum() if is_used else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert set(world.pushed.values()) == {1}
+        assert not [name for name in world.pushed if "backward ran again" in name]
+    assert torch.allclose(before[3] - expert.weight[3], torch.tensor(4.0))
+
+
 def test_what_backward_computes_again_after_its_push_is_pushed_again(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
@@ -697,6 +768,33 @@ def test_what_backward_computes_again_after_its_push_is_pushed_again(
     assert set(names_pushed(world, before).values()) == {2}
     assert torch.allclose(bias - model.last.bias, torch.tensor(0.4))  # two passes over two rows
     assert all("computed again" in world.requests[name].options.given for name in names_pushed(world, before))
+    assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize(("elsewhere", "times"), [(False, 1), (True, 2)])
+def test_only_what_any_rank_has_computed_again_is_pushed_again(
+    elsewhere: bool,
+    times: int,
+    world: FakeWorld,
+    model: Model,
+    optimizer: zps.DistributedOptimizer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = world.begin
+
+    def begin_beside_another(request: Request) -> Pending:
+        pending = begin(request)
+        if elsewhere and request.name.endswith("backward ran again"):
+            pending.convert_result(torch.ones_like)
+        return pending
+
+    monkeypatch.setattr(world, "begin", begin_beside_another)
+    before = world.pushed.copy()
+    model.loss().backward()
+    model.words(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    pushed = {"words" in name: count for name, count in names_pushed(world, before).items()}
+    assert pushed == {True: 2, False: times}
     assert world.waited == world.pushed
 
 
@@ -719,18 +817,36 @@ def test_zero_grad_throws_away_what_was_pushed(
     assert world.waited == world.pushed
 
 
+@pytest.mark.parametrize("layer", [nn.Linear(2, 1), nn.Embedding(4, 2, sparse=True)], ids=str)
+def test_gradients_of_one_kind_alone_are_thrown_away_together_too(world: FakeWorld, layer: nn.Module) -> None:
+    optimizer = zps.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters()
+    )
+    given = torch.ones(3, 2) if isinstance(layer, nn.Linear) else torch.tensor([1, 3])
+    for number in range(3):
+        before = world.pushed.copy()
+        layer(given).sum().backward()
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        ((name, times),) = names_pushed(world, before).items()
+        assert times == 1
+        assert ("1 step(s) thrown away" in world.requests[name].options.given) == (number == 2)
+    assert world.waited == world.pushed
+
+
 def test_what_left_a_residual_is_neither_pushed_again_nor_thrown_away(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
     """Even if the residual is another rank's, as of a host with two levels."""
     world.keeps_residuals = True
-    model.words(torch.tensor([1])).sum().backward()
-    with pytest.raises(UsageError, match=r"'words.weight'.*sparsified.*no_sync\(\)"):
-        model.words(torch.tensor([1])).sum().backward()
-    optimizer.zero_grad()
     model.loss().backward()
     with pytest.raises(UsageError, match=r"got zero_grad\(\)"):
         optimizer.zero_grad()
+    optimizer.zero_grad()
+    model.words(torch.tensor([1])).sum().backward()
+    with pytest.raises(UsageError, match=r"'words.weight'.*sparsified.*no_sync\(\)"):
+        model.words(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
     train_one_step(model, optimizer)
     assert world.waited == world.pushed
@@ -815,6 +931,34 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_step_after_a_synchronize_without_averages_simply_steps(
+    world: FakeWorld, model: Model, staleness: int
+) -> None:
+    """Those of the first steps come later."""
+    world.staleness = staleness
+    optimizer, weights = wrap(model), state_of(model)
+    for _ in range(staleness + 1):
+        assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+        before = world.pushed.copy()
+        model.loss().backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert set(names_pushed(world, before).values()) == {1}
+    assert not all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+    assert optimizer.state_dict()["zenps"] == {"step": staleness + 1}
+
+
+def test_a_step_number_of_another_consistency_is_not_loaded(
+    world: FakeWorld, optimizer: zps.DistributedOptimizer
+) -> None:
+    """Under bsp a state has none: other ranks, which are only sent this one's, would count differently."""
+    before = optimizer._consistency.step
+    optimizer.load_state_dict({**optimizer.state_dict(), "zenps": {"step": 1000}})
+    assert optimizer._consistency.step == before
+
+
 def test_backward_after_synchronize_makes_step_average_again(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
@@ -842,6 +986,22 @@ def test_a_step_that_ranks_do_not_drop_together_does_not_count_as_thrown_away(
     optimizer.zero_grad()
     train_one_step(model, optimizer)
     assert not any("thrown away" in request.options.given for request in world.requests.values())
+
+
+def test_a_step_that_ranks_do_not_take_together_leaves_residuals_as_they_are(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    def disagree(is_dropped: bool) -> None:
+        raise MismatchError("rank 0 takes a step, rank 1 drops it")
+
+    before, weights = world.pushed.copy(), state_of(model)
+    with optimizer.no_sync():
+        model.loss().backward()
+    with optimizer.announcing(disagree), pytest.raises(MismatchError, match="rank 1 drops it"):
+        optimizer.step()
+    assert pushes_dropped(world, before) == {True}
+    assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+    assert world.waited == world.pushed
 
 
 def leave_out_by_scaler(model: Model, optimizer: zps.DistributedOptimizer) -> None:
@@ -929,6 +1089,20 @@ def test_several_passes_go_on_after_a_change_of_ranks_or_parameters(
     assert world.waited == world.pushed
 
 
+def test_steps_that_were_thrown_away_count_anew_once_a_rank_has_joined(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """One that joins knows of none; what ranks are given must be equal."""
+    model.loss().backward()
+    optimizer.zero_grad()
+    for said in (True, False):
+        before = world.pushed.copy()
+        train_one_step(model, optimizer)
+        given = [world.requests[name].options.given for name in names_pushed(world, before)]
+        assert [bool(each) for each in given] == [said] * len(given)
+        optimizer.adopt_agreement(0)
+
+
 def test_one_that_joins_learns_how_many_passes_there_are(
     world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -945,12 +1119,15 @@ def test_one_that_joins_learns_how_many_passes_there_are(
     monkeypatch.setattr(agreement, "broadcast_object", broadcast)
     for each in (optimizer, joined):
         each.adopt_agreement(0)
+    of_other = {name.partition("/")[2]: 1 for name in names_pushed(world, Counter())}
     before = world.pushed.copy()
     model_of_other.loss().backward()
     assert not names_pushed(world, before)
     model_of_other.loss().backward()
-    assert set(names_pushed(world, before).values()) == {1}
+    pushed = names_pushed(world, before)
+    assert {name.partition("/")[2]: times for name, times in pushed.items()} == of_other
     joined.step()
+    assert world.pushed - before == pushed, "it asks nothing that ranks have agreed on"
     assert world.waited == world.pushed
 
 
@@ -1002,6 +1179,22 @@ def test_table_that_is_tied_to_a_dense_layer_later_has_a_dense_average(
     optimizer.step()
     assert model.words.weight.grad is not None
     assert model.words.weight.grad.is_sparse
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_table_without_a_gradient_stays_dense_until_a_rank_has_joined(
+    has_joined: bool, world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """One that joins does not know that the table was dense, and may have no gradient for it either."""
+    model.words.weight.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if has_joined:
+        optimizer.adopt_agreement(0)
+    model.last.bias.sum().backward()
+    optimizer.step()
+    (given,) = (each.options.given for name, each in world.requests.items() if "words" in name)
+    assert ("dense at present" in given) == (not has_joined)
 
 
 def test_dense_gradient_that_is_sparse_later(world: FakeWorld) -> None:
@@ -1099,6 +1292,20 @@ def test_scaler_in_its_usual_order(
     assert world.waited == world.pushed
 
 
+def test_of_two_optimizers_of_the_same_parameters_each_needs_a_backward_of_its_own(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    other = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    for each in (optimizer, other, optimizer):
+        each.zero_grad()
+        model.loss().backward()
+        each.step()
+    with pytest.raises(UsageError, match="if another DistributedOptimizer has averaged it, run backward for"):
+        other.step()
+    other.zero_grad()
+    assert world.waited == world.pushed
+
+
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_a_scaler_that_unscales_for_clipping_waits_for_averages(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, is_enabled: bool
@@ -1120,8 +1327,10 @@ def test_a_scaler_that_unscales_for_clipping_waits_for_averages(
     scaler.scale(model.loss()).backward()
     optimizer.synchronize()
     unscale_and_clip()
+    pushed = Counter(world.pushed)
     scaler.step(optimizer)
     assert not torch.equal(model.last.bias, before)
+    assert world.pushed == pushed, "averages are not averaged again"
 
 
 def test_a_scaler_is_refused_where_residuals_would_be_of_another_scale(

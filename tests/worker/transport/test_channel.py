@@ -41,6 +41,7 @@ from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
 from zenps.worker.rounds.states import Action, Fail, Outgoing, SendPush
 from zenps.worker.transport.channel import Channel
+from zenps.worker.transport.commands import Departed, GiveUpAhead, Watermark
 from zenps.worker.transport.membership import Membership
 
 DEADLINE_SECONDS = 20.0
@@ -161,7 +162,7 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
 ) -> None:
     """A thread has the lock while two rings pass: what is sharded for the second goes to its servers."""
     tensor = torch.ones(SPLIT_FROM_BYTES)
-    sharding = sharder.shard_dense("t", tensor.numel(), tensor.dtype)
+    sharding = sharder.ring.shard_dense("t", tensor.numel(), tensor.dtype)
     encoded = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype)).encoded
     transfer = Given(encoded)
     channel.submit(pending_of(channel, transfer))
@@ -176,12 +177,12 @@ def test_views_that_come_in_a_heap_are_followed_one_after_the_other(
         assert go_on.wait(DEADLINE_SECONDS)
 
     reached.add_done_callback(compute)
-    owner = threading.Thread(target=channel.then, args=(reached,))
+    owner = threading.Thread(target=channel.post, args=(reached,))
     owner.start()
     assert has_lock.wait(DEADLINE_SECONDS)
     views = [view_of(ring_epoch, silent_servers(ranks)) for ring_epoch, ranks in ((2, [1]), (3, [1, 2]))]
     for later in views:
-        channel.on_view(later)
+        channel.post(later)
     assert sharder.followed == [view], "not before the channel follows it, too"
     go_on.set()
     owner.join(DEADLINE_SECONDS)
@@ -201,9 +202,9 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
         near = open_channel(ctx, view, WireForm(), sharder, metrics)
         arena = near.arena()
         assert arena is not None
-        near.fail(PeerLostError("the scheduler is gone"))
+        near.post(PeerLostError("the scheduler is gone"))
         assert near.arena() is None
-        sharding = sharder.shard_dense("t", SPLIT_FROM_BYTES, torch.float32)
+        sharding = sharder.ring.shard_dense("t", SPLIT_FROM_BYTES, torch.float32)
         tensor = torch.ones(SPLIT_FROM_BYTES)
         transfer = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype))
         near.submit(pending_of(near, Given(transfer.encoded)))
@@ -271,8 +272,8 @@ def test_a_command_that_ends_its_thread_leaves_the_lock_free_and_the_others_done
     first, ends, last = Future[None](), Future[None](), Future[None]()
 
     def leave_commands(_: Future[None]) -> None:
-        channel.then(ends)
-        channel.then(last)
+        channel.post(ends)
+        channel.post(last)
 
     def end(_: Future[None]) -> None:
         raise SystemExit
@@ -280,14 +281,14 @@ def test_a_command_that_ends_its_thread_leaves_the_lock_free_and_the_others_done
     first.add_done_callback(leave_commands)
     ends.add_done_callback(end)
     with pytest.raises(SystemExit):
-        channel.then(first)
+        channel.post(first)
     assert last.done()
     assert not channel._lock.is_taken
 
 
 def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
     lost = PeerLostError("worker 1 is lost")
-    channel.fail(lost)
+    channel.post(lost)
     for step in range(2):
         pending = pending_of(channel, Given(whole("t", 1)), step=step)
         channel.submit(pending)
@@ -301,7 +302,7 @@ def test_each_push_after_a_loss_fails_with_its_reason(channel: Channel) -> None:
 def test_of_rounds_within_others_failures_are_not_counted_either(
     channel: Channel, metrics: WorkerMetrics, counted: Counted, failed: int
 ) -> None:
-    channel.fail(PeerLostError("worker 1 is lost"))
+    channel.post(PeerLostError("worker 1 is lost"))
     channel.submit(pending_of(channel, Given(whole("t", 1)), counted=counted))
     (family,) = metrics.rounds.collect()
     assert {sample.labels["outcome"]: sample.value for sample in family.samples} == {
@@ -313,7 +314,7 @@ def test_of_rounds_within_others_failures_are_not_counted_either(
 def test_who_polls_sees_at_once_what_another_thread_has_ended(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 2 * DEADLINE_SECONDS)
+    monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 2 * DEADLINE_SECONDS)
     ended: Future[None] = Future()
     waiting = threading.Thread(
         target=channel.wait, args=(ended.done, time.monotonic() + 2 * DEADLINE_SECONDS)
@@ -321,13 +322,13 @@ def test_who_polls_sees_at_once_what_another_thread_has_ended(
     waiting.start()
     while not channel._lock.is_taken:
         time.sleep(0.01)
-    channel.then(ended)
+    channel.post(ended)
     waiting.join(DEADLINE_SECONDS)
     assert not waiting.is_alive()
 
 
 def test_who_polls_asks_again_when_it_is_woken(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 2 * DEADLINE_SECONDS)
+    monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 2 * DEADLINE_SECONDS)
     asked, ended = threading.Semaphore(0), threading.Event()
 
     def ready() -> bool:
@@ -349,7 +350,7 @@ def test_a_server_that_the_scheduler_misses_is_not_called_unreachable(
 ) -> None:
     answered: list[int] = []
     monkeypatch.setattr(channel._servers.connectivity, "on_answer", answered.append)
-    channel.on_departed(1)
+    channel.post(Departed(1))
     assert answered == [1]
 
 
@@ -358,16 +359,16 @@ def test_servers_are_told_how_this_worker_is_reached(ctx: zmq.Context[Any], metr
     server = Server(ctx)
     view = view_of(1, [server.member])
     channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
-    channel.on_view(view_of(2, [server.member]))
-    channel.on_view(structs.replace(view_of(3, [server.member]), workers=()))
-    channel.on_watermark(1)
+    channel.post(view_of(2, [server.member]))
+    channel.post(structs.replace(view_of(3, [server.member]), workers=()))
+    channel.post(Watermark(1))
     submit_large(channel, [0])
     push = server.receive()
     assert server.greetings == 3
     assert server.peers == {identity_at(0, b"worker-0")}
     server.answer(Busy(push.ring_epoch, push.tensor, push.step, push.chunk))
     channel.wait(lambda: not [*channel._servers.connectivity.silent], time.monotonic() + DEADLINE_SECONDS)
-    channel.on_watermark(2)
+    channel.post(Watermark(2))
     channel.submit(pending_of(channel, Given(whole("t1", 3)), "t1"))
     assert server.receive().tensor == "t1"
     assert server.greetings == 3
@@ -377,15 +378,15 @@ def test_a_round_is_given_up_before_it_began(ctx: zmq.Context[Any], metrics: Wor
     server = Server(ctx)
     view = view_of(1, [server.member])
     channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
-    channel.give_up("t", 3)
+    channel.post(GiveUpAhead("t", 3))
     assert server.receive_give_up() == GiveUp(1, "t", 3)
 
 
 def test_a_watermark_passes_once_all_rounds_before_it_have_ended(channel: Channel) -> None:
-    channel.on_watermark(1)
+    channel.post(Watermark(1))
     assert channel.progress == (1, 1)
     pending = submitted(channel)
-    channel.on_watermark(2)
+    channel.post(Watermark(2))
     assert channel.progress == (1, 1)
     channel._fail(pending, TensorError("planted"))
     assert channel.progress == (1, 2)
@@ -401,7 +402,7 @@ def test_a_view_that_raises_on_a_thread_that_pushes_fails_the_rounds_and_not_the
         raise OSError("planted")
 
     def send_as_a_view_comes(out: Outgoing) -> None:
-        channel.on_view(view_of(2, silent_servers([1])))  # left to the thread that has the lock
+        channel.post(view_of(2, silent_servers([1])))  # left to the thread that has the lock
         send(out)
 
     monkeypatch.setattr(sharder, "follow", raise_planted)
@@ -443,7 +444,7 @@ def test_a_server_that_cannot_be_reached_fails_what_waits_and_nothing_else(
         looks.append(now)
         return unreachable
 
-    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 0.01)
     monkeypatch.setattr(channel._servers.connectivity, "look", look)
     channel.wait(lambda: False, time.monotonic() + 0.1)
     assert not looks, "no answer is awaited"
@@ -619,7 +620,7 @@ def test_rounds_know_which_servers_have_not_been_sent_all(
         ticks.append(set(behind))
         return []
 
-    monkeypatch.setattr("zenps.worker.transport.channel.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 0.01)
     monkeypatch.setattr(channel._rounds, "on_tick", note)
     submit_large(channel, [0] * 8)
     channel.wait(lambda: len(ticks) >= 3, time.monotonic() + DEADLINE_SECONDS)
@@ -654,7 +655,7 @@ def test_what_waits_is_resharded_for_a_new_ring_and_not_sent_for_the_old(
     server: Server, pushing: Channel
 ) -> None:
     submit_large(pushing, [0] * PUSHES)
-    pushing.on_view(view_of(2, [server.member]))
+    pushing.post(view_of(2, [server.member]))
     arrived: list[tuple[int, int]] = []
     while arrived[-1:] != [(2, PUSHES - 1)]:
         push = server.receive()
@@ -674,7 +675,7 @@ def test_an_admission_ends_what_is_in_flight_and_all_count_from_0(
     submit_large(pushing, [0] * PUSHES)
     assert pushing._sender.has_waiting
     pending = submitted(pushing)
-    pushing.on_view(structs.replace(view_of(2, [server.member]), ring_epoch=1, admitted=1))
+    pushing.post(structs.replace(view_of(2, [server.member]), ring_epoch=1, admitted=1))
     with pytest.raises(UsageError, match="in flight while joining workers were admitted"):
         pending.wait()
     assert not pushing._sender.has_waiting

@@ -56,6 +56,17 @@ def test_one_that_cannot_be_reached_is_warned_of_and_then_an_error(caplog: pytes
     assert caplog.records[0].message == str(error)
 
 
+def test_one_call_tries_one_server() -> None:
+    """Each may take a second, in which no answer is received."""
+    network = Network("No route to host")
+    connectivity = make_connectivity(network)
+    for rank in (2, 3):
+        connectivity.on_connect(Member("server", rank, "box", 7, f"tcp://10.0.0.1:{rank}", ""), 0.0)
+    for tried in (1, 2, 3, 3):
+        assert connectivity.look(LEASE_SECONDS) is None
+        assert len(network.tried) == len(set(network.tried)) == tried
+
+
 def test_one_that_can_be_reached_after_all_has_its_time_again() -> None:
     network = Network("No route to host")
     connectivity = make_connectivity(network)
@@ -66,3 +77,34 @@ def test_one_that_can_be_reached_after_all_has_its_time_again() -> None:
     assert connectivity.look(2000.0) is None
     assert connectivity.look(2000.0 + RENDEZVOUS_SECONDS - 1) is None
     assert connectivity.look(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None
+
+
+def test_one_whose_handshakes_fail_is_warned_of_and_then_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    """It is reached, but has not the key that is listed here."""
+    connectivity = make_connectivity(Network(""))
+    for now in range(1, 70):
+        connectivity.on_failed_handshake(1, now)
+        assert connectivity.look(now) is None
+    assert len(caplog.records) == 6, "once in a lease"
+    error = connectivity.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
+    assert isinstance(error, PeerLostError)
+    assert str(error).startswith(
+        "server 1 (host box, pid 7) is reached at tcp://10.0.0.1:1 from here, but its handshakes fail, as if"
+    )
+
+
+def test_a_handshake_that_failed_once_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a server that was killed meanwhile, or was busy."""
+    connectivity = make_connectivity(Network(""))
+    connectivity.on_failed_handshake(1, LEASE_SECONDS - 1)
+    for now in range(10, 1000):
+        assert connectivity.look(now) is None
+    assert len(caplog.records) == 1
+
+
+def test_failed_handshakes_of_a_server_that_has_answered_do_not_count() -> None:
+    connectivity = make_connectivity(Network(""))
+    connectivity.on_answer(1)
+    connectivity.on_failed_handshake(1, 1.0)
+    assert connectivity.look(1e6) is None
+    assert not connectivity.silent

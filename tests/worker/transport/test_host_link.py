@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import socket as net
 import threading
 import time
@@ -13,10 +14,13 @@ import msgspec
 import pytest
 
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
+from zenps import errors
+from zenps.errors import TensorError, ZenPSError
 from zenps.wire.shared_memory import handshake
 from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.transport import host_link as links
 from zenps.worker.transport.host_link import (
+    KINDS,
     Failed,
     Give,
     Hello,
@@ -30,19 +34,19 @@ from zenps.worker.transport.host_link import (
 
 MIB = 1 << 20
 LEADER, FOLLOWERS = 2, (3, 5, 6)
-CONNECTED_SECONDS = 1.0
-
-
-@pytest.fixture
-def listener() -> Iterator[Listener]:
-    made = Listener()
-    yield made
-    made.close()
+CONNECTED_SECONDS = 10.0
 
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
     made = Arena(MIB)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listener(arena: Arena) -> Iterator[Listener]:
+    made = Listener(LEADER, arena.fd)
     yield made
     made.close()
 
@@ -54,7 +58,7 @@ def connect_all(listener: Listener, arena: Arena, ranks: Sequence[int] = FOLLOWE
             pool.submit(connect, listener.address, rank, arena.fd, LEADER)
             for rank in sorted(ranks, reverse=True)
         ]
-        accepted = listener.accept(LEADER, arena.fd, ranks)
+        accepted = listener.accept(ranks)
         own = {
             rank: future.result() for rank, future in zip(sorted(ranks, reverse=True), coming, strict=True)
         }
@@ -80,7 +84,7 @@ def test_messages_and_memory_go_both_ways(listener: Listener, arena: Arena) -> N
         for sender, receiver, message in (
             (follower, leader, Give("t", rank, 1, 2, 3)),
             (leader, follower, Take(rank, 1, 2, 3)),
-            (leader, follower, Failed(rank, "TensorError", "why")),
+            (leader, follower, Failed.by(rank, TensorError("why"))),
             (follower, leader, Taken(rank)),
         ):
             sender.send(message)
@@ -126,7 +130,7 @@ def test_no_hostile_process_delays_a_follower(listener: Listener, arena: Arena, 
 def test_a_queue_that_is_full_of_others_is_waited_for(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     """More processes have connected than the system queues, and the leader does not accept yet."""
     monkeypatch.setattr(handshake, "MAX_QUEUED", 10)
-    listener = Listener()
+    listener = Listener(LEADER, arena.fd)
     others = []
     with contextlib.suppress(BlockingIOError):
         while len(others) < 100:
@@ -143,7 +147,7 @@ def test_a_queue_that_is_full_of_others_is_waited_for(arena: Arena, monkeypatch:
 
 def test_a_rank_that_is_there_is_not_replaced(listener: Listener, arena: Arena) -> None:
     with ThreadPoolExecutor() as pool:
-        accepted = pool.submit(listener.accept, LEADER, arena.fd, FOLLOWERS)
+        accepted = pool.submit(listener.accept, FOLLOWERS)
         first = connect(listener.address, FOLLOWERS[0], arena.fd, LEADER)
         with handshake.connect(listener.address, net.SOCK_SEQPACKET, Hello(FOLLOWERS[0]), arena.fd) as again:
             again.settimeout(CONNECTED_SECONDS)
@@ -164,7 +168,7 @@ def test_ranks_that_do_not_come_are_named(
     with ThreadPoolExecutor() as pool:
         coming = pool.submit(connect, listener.address, 5, arena.fd, LEADER)
         with pytest.raises(LinkError, match=r"rank\(s\) 3, 6 did not connect within 0.5 s"):
-            listener.accept(LEADER, arena.fd, FOLLOWERS)
+            listener.accept(FOLLOWERS)
         follower = coming.result()
     assert follower.receive() is None, "the leader has given up"
     follower.close()
@@ -178,6 +182,52 @@ def test_a_leader_that_says_nothing_ends_the_wait(
         connect(listener.address, 3, arena.fd, LEADER)
 
 
+def test_the_wait_for_a_full_queue_ends(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "MAX_QUEUED", 1)
+    monkeypatch.setattr(links, "CONNECT_SECONDS", 0.2)
+    listener = Listener(LEADER, arena.fd)
+    with contextlib.ExitStack() as others:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                others.enter_context(
+                    handshake.connect(listener.address, net.SOCK_SEQPACKET, Hello(7), arena.fd)
+                )
+        with pytest.raises(LinkError, match=r"rank 2: .*, for 0\.2 s"):
+            connect(listener.address, 3, arena.fd, LEADER)
+    listener.close()
+
+
+def test_a_follower_finds_another_rank_than_its_leader(listener: Listener, arena: Arena) -> None:
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(listener.accept, [3])
+        with pytest.raises(LinkError, match=r"rank 9 answered Hello\(rank=2\), expected a hello of that"):
+            connect(listener.address, 3, arena.fd, 9)
+        (link,) = accepted.result()
+    assert link.receive() is None, "it has hung up"
+    link.close()
+
+
 def test_a_leader_that_is_not_here_is_no_wait(arena: Arena) -> None:
     with pytest.raises(LinkError, match=r"rank 2: .*Connection refused"):
         connect(b"\0zenps-nobody", 3, arena.fd, LEADER)
+
+
+def test_a_leader_of_another_rank_is_named_once(listener: Listener, arena: Arena) -> None:
+    with ThreadPoolExecutor() as pool:
+        coming = pool.submit(connect, listener.address, 3, arena.fd, LEADER + 1)
+        (link,) = listener.accept([3])
+        with pytest.raises(LinkError, match=r"^rank 3 answered Hello\(rank=2\), expected"):
+            coming.result(CONNECTED_SECONDS)
+    link.close()
+
+
+def test_a_failure_may_be_of_any_kind_that_users_know() -> None:
+    known = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, ZenPSError)]
+    assert set(KINDS.values()) == set(known)
+
+
+@pytest.mark.parametrize("kind", ["LinkError", "ConfigError", "ProtocolError", "exit"])
+def test_a_failure_that_cannot_be_built_again_is_still_told(kind: str) -> None:
+    error = Failed(1, kind, ("why", "else")).error()
+    assert type(error) is ZenPSError
+    assert "why" in str(error)

@@ -7,8 +7,10 @@ from typing import cast
 import numpy
 import torch
 
+from zenps.wire.messages import Push
 from zenps.worker.core.request import Options
 from zenps.worker.core.transfer import EncodedChunk, EncodedTensor, Sharding
+from zenps.worker.rounds.states import Outgoing
 from zenps.worker.transport.pushes import PushWriter
 from zenps.worker.transport.server_sockets import ServerSockets
 
@@ -38,6 +40,43 @@ def test_values_are_shared_and_positions_travel() -> None:
     assert [chunk.frames for chunk in shared.chunks] == [(SHARED,), (POSITIONS, SHARED)]
     assert sockets.calls == [(0, b"values", False), (1, b"values", False)]
     assert [chunk.frames for chunk in encoded.chunks] == [(VALUES,), (POSITIONS, VALUES)]
+
+
+def test_a_push_has_all_that_tensor_chunk_and_options_say() -> None:
+    writer = PushWriter(3, "bitmap", cast(ServerSockets, Sockets()))
+    chunk = EncodedChunk(5, 1, 40, 6, "delta", (POSITIONS, VALUES), fragment=2, fragments=4)
+    sharding = Sharding(None, 2, 0, ring_epoch=9)
+    encoded = EncodedTensor(
+        "sparse", torch.Size([80, 7]), torch.float32, 7, 0, sharding, (chunk,), values="int8"
+    )
+    options = Options(average=True, stands_for=(4, 5), given="drained", priority=8)
+    push = Push(
+        ring_epoch=9,
+        rank=3,
+        tensor="table",
+        step=11,
+        chunk=1,
+        chunks=2,
+        kind="sparse",
+        dtype="float32",
+        shape=(80, 7),
+        span=40,
+        columns=7,
+        rows=6,
+        codec="delta",
+        average=True,
+        again=True,
+        answer="bitmap",
+        values="int8",
+        stands_for=(4, 5),
+        fragment=2,
+        fragments=4,
+        given="drained",
+    )
+    written = writer.write("table", 11, encoded, options, again=True)
+    assert written == [Outgoing(5, push, (POSITIONS, VALUES), 8)]
+    (summed,) = writer.write("table", 11, encoded, Options(average=False))
+    assert (summed.push.average, summed.push.again, summed.priority) == (False, False, 0)
 
 
 def test_a_priority_of_numpy_is_a_plain_integer() -> None:

@@ -71,6 +71,8 @@ class Submitted(Channel):
         self.names: list[str] = []
 
     def submit(self, pending: Pending) -> None:
+        if pending.name == "too large":
+            raise RuntimeError("can't allocate memory")  # as torch does
         self.names.append(pending.name)
 
     def wait(self, ready: Ready, until: float) -> None:
@@ -163,11 +165,24 @@ def test_a_tensor_that_fails_does_not_hold_up_the_next(queue: Queue) -> None:
     assert queue.steps.begin("bad", 1).step == 0, "nothing was pushed under its name"
 
 
+def test_a_tensor_for_whose_push_memory_lacks_fails_alone(queue: Queue) -> None:
+    """Whoever pushed another then took that for not pushed, and pushed the same step again."""
+    slow = Slow()
+    failed = queue.submit("too large", slow)
+    slow.ready = True
+    queue.submit("good", OnTheCpu())
+    assert queue.pushed == ["good"]
+    with pytest.raises(TensorError, match=r"^tensor 'too large': can't allocate memory$"):
+        failed.wait()
+    queue.queue.wait(lambda: True, 0.0)
+    assert queue.steps.begin("too large", 1).step == 0, "nothing was pushed under its name"
+
+
 def test_advance_waits_no_longer_than_it_may(queue: Queue) -> None:
     queue.submit("waits", Slow())
     begin = time.monotonic()
     queue.queue.advance(begin + 0.05)
-    assert 0.05 <= time.monotonic() - begin < 1
+    assert 0.05 <= time.monotonic() - begin < 10
 
 
 def test_advance_returns_when_everything_is_pushed(queue: Queue) -> None:

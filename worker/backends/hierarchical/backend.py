@@ -25,7 +25,7 @@ from ..negotiation import table_with
 from ..servers import ServerBackend
 from .follower import Follower
 from .leader import SUFFIX, Leader
-from .rounds import HostRounds, HostSession
+from .rounds import HostRounds
 
 # Longer than any address of a listener.
 ADDRESS_BYTES = 64
@@ -83,7 +83,11 @@ class HierarchicalBackend(Backend):
         except BaseException:  # also Ctrl-C during the wait for others
             self._arena.close()
             raise
-        self._rounds = self._new_rounds(ranks)
+        self._rounds: HostRounds
+        if session.rank == ranks[0]:
+            self._rounds = Leader(session, servers, arena, self._links)
+        else:
+            self._rounds = Follower(session, servers, arena, self._links[0])
         self._rounds.start()
 
     def begin(self, request: Request) -> Pending:
@@ -120,32 +124,24 @@ class HierarchicalBackend(Backend):
         """Returns the leader's links to its followers, or a follower's link to the leader."""
         leader, *others = ranks
         rank, size = self._session.rank, self._session.size
-        listener = Listener() if rank == leader else None
+        listener = Listener(rank, self._arena.fd) if rank == leader else None
         try:
             own = b"" if listener is None else listener.address
             table = table_with(own, rank, size, ADDRESS_BYTES)
             addresses = self._servers.negotiate(table, "@hosts/addresses").wait()
             address = bytes(addresses[leader].tolist())
             if listener is not None:
-                return listener.accept(rank, self._arena.fd, others)
+                return listener.accept(others)
             return [connect(b"\0" + address.strip(b"\0"), rank, self._arena.fd, leader)]
         except LinkError as error:
-            host = _host_of(self._session)
             raise PeerLostError(
-                f"workers {listing(ranks)} have the host name {host}, but worker {rank} does not reach "
-                f"the others there: {error}; give machines and containers names of their own, or set "
-                "sync.levels = 1"
+                f"workers {listing(ranks)} have the host name {self._session.host}, but worker {rank} "
+                f"does not reach the others there: {error}; give machines and containers names of their own, "
+                "or set sync.levels = 1"
             ) from error
         finally:
             if listener is not None:
                 listener.close()
-
-    def _new_rounds(self, ranks: Sequence[int]) -> HostRounds:
-        host = HostSession(self._session, self._servers, self._arena)
-        if self._session.rank != ranks[0]:
-            (link,) = self._links
-            return Follower(host, link)
-        return Leader(host, self._links)
 
 
 def _goes_directly(request: Request) -> bool:
@@ -173,12 +169,8 @@ def _open_arena(mappings: int) -> Arena | None:
     return arena
 
 
-def _host_of(session: Session) -> str:
-    return next(worker.host for worker in session.lease.view.workers if worker.rank == session.rank)
-
-
 def _ranks_of_host(session: Session) -> list[int]:
-    host = _host_of(session)
+    host = session.host
     return [worker.rank for worker in session.lease.view.workers if worker.host == host]
 
 

@@ -9,45 +9,39 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zenps.buffers import BufferPool
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, UsageError, ZenPSError
+from zenps.errors import PeerLostError, TensorError, ZenPSError
 from zenps.finalizers import run_finalizers
+from zenps.wire.shared_memory.arena import Arena
 
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
+from ..base import Session
 from ..negotiation import Entry
-from .rounds import HostRounds, HostSession
+from ..servers import ServerBackend
+from .rounds import HostRounds
 from .transfer import HostRound
-
-_FAILURES = {
-    kind.__name__: kind for kind in (DeadlineError, MismatchError, PeerLostError, TensorError, UsageError)
-}
 
 
 class Follower(HostRounds):
     """The rounds of a follower.
 
     Args:
-        host: the resources with which this rank reduces on its host.
+        session, servers, arena: as for :class:`HostRounds`.
         link: to the leader.
     """
 
-    def __init__(self, host: HostSession, link: Link) -> None:
-        super().__init__(host)
+    def __init__(self, session: Session, servers: ServerBackend, arena: Arena, link: Link) -> None:
+        super().__init__(session, servers, arena)
         self._link = link
         self._window = link.window
         self._dropped: deque[int] = deque()
         """Numbers of rounds whose sums were dropped here; the leader does not know it yet."""
-
-    @property
-    def _copy_pool(self) -> BufferPool | None:
-        return None
 
     def _publish(self, round_: HostRound) -> None:
         own, form = round_.contribution, round_.form
         rows, size = len(own.rows), form.size_bytes(len(own.rows))
         offset, round_.allocation = self._arena.allocate(max(size, 1))
         form.view(round_.allocation[:size], rows).copy_(own)
-        round_.contribution = own._replace(values=own.values[:0])  # shared memory has a copy now
+        round_.drop_contribution()  # shared memory has a copy now
         with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
             self._link.send(Give(round_.name, round_.number, rows, offset, size))
             self._send_dropped()
@@ -57,8 +51,8 @@ class Follower(HostRounds):
             match message:
                 case Take():
                     self._on_take(message)
-                case Failed(number=number, kind=kind, reason=reason):
-                    self._finish(number, _FAILURES.get(kind, ZenPSError)(reason))
+                case Failed(number=number):
+                    self._finish(number, message.error())
                 case _:
                     raise LinkError(
                         f"rank {self._link.rank} sent {type(message).__name__}, expected take or failed"

@@ -10,18 +10,19 @@ from typing import NamedTuple
 from msgspec import structs
 from torch import Tensor
 
-from zenps.buffers import BufferPool
 from zenps.errors import TensorError, ZenPSError
-from zenps.wire.shared_memory.arena import Window
+from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.wire.shared_memory.loans import Loans
 
 from ...core.pending import LeftError, Pending
 from ...core.request import Request
 from ...encode.sparse import as_table
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
+from ..base import Session
 from ..negotiation import Entry
+from ..servers import ServerBackend
 from .adder import Adder
-from .rounds import HostRounds, HostSession
+from .rounds import HostRounds
 from .transfer import HostRound, Payload, sum_of
 
 # Leaders push under the tensor's name with this suffix; all ranks negotiate under the name itself.
@@ -29,9 +30,6 @@ SUFFIX = "@hosts"
 
 # A follower sends its contribution before it negotiates.
 GIVE_SECONDS = 30.0
-
-# Characters of the reason of a failure.
-MAX_REASON = 4096
 
 
 class _Sum(NamedTuple):
@@ -47,20 +45,19 @@ class Leader(HostRounds):
     """The rounds of a leader.
 
     Args:
-        host: the resources with which this rank reduces on its host.
+        session, servers, arena: as for :class:`HostRounds`.
         links: to the followers, in rank order.
     """
 
-    def __init__(self, host: HostSession, links: Sequence[Link]) -> None:
-        super().__init__(host)
+    def __init__(self, session: Session, servers: ServerBackend, arena: Arena, links: Sequence[Link]) -> None:
+        super().__init__(session, servers, arena)
+        self._copy_pool = self._pool
         self._links = links
         self._stands_for = tuple(link.rank for link in links)
         self._is_single_host = 1 + len(links) == self._size
         """True if all ranks of the job are on this host."""
-        workers = self._session.lease.view.workers
-        hosts = list(dict.fromkeys(worker.host for worker in workers))
-        own = next(worker.host for worker in workers if worker.rank == self._rank)
-        self._pusher = hosts.index(own), len(hosts)
+        hosts = list(dict.fromkeys(worker.host for worker in session.lease.view.workers))
+        self._pusher = hosts.index(session.host), len(hosts)
         self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: link.window for link in links}
         self._own_window = Window(self._arena.fd)
@@ -68,10 +65,6 @@ class Leader(HostRounds):
         """The latest contribution of each rank to each tensor."""
         self._loans = {rank: Loans() for rank in (self._rank, *self._windows)}
         """The sums that each rank still uses, by the rank's number of the round."""
-
-    @property
-    def _copy_pool(self) -> BufferPool | None:
-        return self._pool
 
     def _listen(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -119,7 +112,9 @@ class Leader(HostRounds):
                     chunks = self._adder.add(contributions, round_.form, divisor)
                 self._end(round_, self._map_sum(round_, self._distribute(round_, chunks)))
             else:
-                round_.pushed = self._push(round_, sum_of(contributions, round_.form, self._pool))
+                total = sum_of(contributions, round_.form, self._pool)
+                round_.drop_contribution()  # only its sum is still needed
+                round_.pushed = self._push(round_, total)
         except ZenPSError as error:
             self._refuse(round_, error)
 
@@ -194,8 +189,7 @@ class Leader(HostRounds):
         """Fails a round on all ranks of this host."""
         if not isinstance(error, LeftError):  # else the scheduler reports it
             for link in self._links:
-                number = round_.numbers[link.rank]
-                self._tell(link, Failed(number, type(error).__name__, str(error)[:MAX_REASON]))
+                self._tell(link, Failed.by(round_.numbers[link.rank], error))
         self._end(round_, error)
 
     def _tell(self, link: Link, message: Take | Failed) -> None:

@@ -14,50 +14,39 @@ import math
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from zenps.buffers import BufferPool
 from zenps.config.sources import kernel_threads
-from zenps.errors import ZenPSError
 from zenps.kernels.factory import make_kernels
 from zenps.wire.shared_memory.arena import Arena
 
 from ...core.memory import POOL_BYTES
-from ...core.pending import Pending, Waiting
+from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...transport.peer_group import MAX_SECONDS
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..servers import ServerBackend
 from .transfer import Form, HostRound, HostTransfer, contribution_of
 
 
-class HostSession(NamedTuple):
-    """The resources with which a rank reduces on its host.
+class HostRounds(NegotiatedRounds[HostRound]):
+    """The rounds of one rank of a host. Every method may be called from any thread.
 
-    Attributes:
+    Args:
         session: this worker's connections to the cluster.
         servers: over which ranks negotiate and leaders push.
         arena: the memory that this rank shares with its host.
     """
 
-    session: Session
-    servers: ServerBackend
-    arena: Arena
+    _copy_pool: BufferPool | None = None
+    """Buffers for a copy of the contribution; None if it is copied into shared memory at once."""
 
-
-class HostRounds(NegotiatedRounds[HostRound]):
-    """The rounds of one rank of a host. Every method may be called from any thread."""
-
-    def __init__(self, host: HostSession) -> None:
-        session = host.session
-        super().__init__(session, host.servers)
-        self._arena = host.arena
-        timeout_seconds = session.timeout_seconds + MAX_SECONDS
-        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
+    def __init__(self, session: Session, servers: ServerBackend, arena: Arena) -> None:
+        super().__init__(session, servers)
+        self._arena = arena
         self._pool = BufferPool(POOL_BYTES)
         config = session.config
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
@@ -87,11 +76,6 @@ class HostRounds(NegotiatedRounds[HostRound]):
         round_ = HostRound(pending=pending, transfer=transfer, form=form, contribution=contribution)
         return self._begin(request, len(contribution.rows), round_)
 
-    @property
-    @abstractmethod
-    def _copy_pool(self) -> BufferPool | None:
-        """Buffers for a copy of the contribution; None if it is copied into shared memory at once."""
-
     @abstractmethod
     def _listen(self) -> None:
         """Receives messages from other ranks of the host until the links end; runs on its own thread."""
@@ -101,15 +85,6 @@ class HostRounds(NegotiatedRounds[HostRound]):
         """Called at the leader when the round over servers has ended."""
 
     # ── the thread that waits for servers ───────────────────────────────────────────────────────
-
-    def _guarded(self, run: Callable[[], None]) -> None:
-        try:
-            run()
-        except ZenPSError as error:
-            self.fail(error)
-        except BaseException as error:
-            self.fail(ZenPSError(f"a thread of hierarchical reduction ended: {error!r}"))
-            raise
 
     def _run(self) -> None:
         while self._failure is None:

@@ -148,7 +148,6 @@ class HostTransfer(SuppliedTransfer):
 
     def __init__(self, form: Form) -> None:
         super().__init__()
-        self.rows_given = 0
         self.over_servers = Report()
         self._form = form
 
@@ -173,6 +172,11 @@ class HostRound(NegotiatedRound, kw_only=True):
     """The leader's round over servers."""
     allocation: Tensor | None = None
     """Keeps the contribution in shared memory."""
+
+    def drop_contribution(self) -> None:
+        """Frees its memory; a slice without elements would keep it until the round ends."""
+        rows, values = self.contribution
+        self.contribution = Payload(rows.new_empty(0), values.new_empty(0))
 
     @property
     def has_answer(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -18,9 +19,9 @@ from ...core.pending import LeftError, Notifier, Pending, Waiting
 from ...core.request import Options
 from ...core.statistics import Progress, Report
 from ...core.transfer import SuppliedTransfer, dense_bytes
+from ...transport.channel import CLOSE_SECONDS
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
-from ..negotiated_rounds import CLOSE_SECONDS
 from .average import average_within
 from .schedule import Schedule, members_of
 
@@ -67,6 +68,8 @@ class GroupAverager:
         self._cycle = cycle
         self._failure: ZenPSError | None = None
         self._current: Pending | None = None
+        self._begun: Counter[str] = Counter()
+        """By model, the averages that were begun here."""
         self._notifier = Notifier()
         timeout_seconds = session.config.cluster.patience_seconds
         self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
@@ -92,7 +95,7 @@ class GroupAverager:
         assert self._current is None or self._current.has_ended, "its tensors are still used: settle() first"
         transfer, progress = _Averaging(tensors), Progress(step)
         pending = self._current = Pending(name, Options(), transfer, progress, self._waiting)
-        self._note_step(step)
+        self._note_step(name, step)
         if self._failure is not None:
             pending.fail(self._failure)
         self._rounds.put(_Round(pending, transfer, members))
@@ -102,7 +105,8 @@ class GroupAverager:
             pending.wait()
         except DeadlineError as error:
             late = DeadlineError(
-                f"model {name!r}, step {step}: not averaged with rank(s) {listing(others)}: {error}"
+                f"model {name!r}, step {step}: not averaged with rank(s) {listing(others)}: {error}; "
+                "see their logs"
             )
             self._fail(late)
             raise late from error
@@ -123,9 +127,11 @@ class GroupAverager:
         self._rounds.put(None)
         self._thread.join(CLOSE_SECONDS)
 
-    def _note_step(self, step: int) -> None:
+    def _note_step(self, name: str, step: int) -> None:
+        # Not the step itself: a model that is loaded from a checkpoint begins with a later one.
+        self._begun[name] += 1
         metrics = self._session.metrics
-        if step >= metrics.steps.total:
+        if self._begun[name] > metrics.steps.total:
             log.here.step = step
             metrics.steps.total += 1
 

@@ -14,7 +14,7 @@ from ...core.memory import POOL_BYTES
 from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
-from ...core.transfer import Transform, transformed
+from ...core.transfer import Transform, take_back, transformed
 from ...encode.transforms import TRANSFORMS, ToHost
 from ...sparsify.agreed import Agreed
 from ...sparsify.sparsification import Sparsified
@@ -60,16 +60,19 @@ class PeerBackend(Backend):
             return self._servers.begin(request)
         self._exchange.require_free(request.name)  # before anything is taken from a residual
         step = self._steps.get(request.name, 0)
-        request, transforms = self._transformed(request, step)
+        transforms: list[Transform] = []
         progress = Progress(0)
-        with self._session.spans("compact", request.name):
-            transfer = self._transfer(request, transforms)
-        progress.compacted_seconds = time.perf_counter() - progress.began
-        pending = self._exchange.begin(request, transfer, progress, transforms)
-        for transform in transforms:
-            if isinstance(transform, Sparsified | Agreed):
-                self._steps[request.name] = step + 1
-                transform.gradient.feedback.added_step = None
+        try:
+            request = self._transformed(request, step, transforms)
+            with self._session.spans("compact", request.name):
+                transfer = self._transfer(request, transforms)
+            progress.compacted_seconds = time.perf_counter() - progress.began
+            pending = self._exchange.begin(request, transfer, progress, transforms)
+        except BaseException:
+            take_back(transforms)
+            raise
+        if any(isinstance(transform, Sparsified | Agreed) for transform in transforms):
+            self._steps[request.name] = step + 1
         return pending
 
     def residual_name(self, request: Request) -> str | None:
@@ -78,17 +81,18 @@ class PeerBackend(Backend):
     def close(self) -> None:
         self._exchange.close()
 
-    def _transformed(self, request: Request, step: int) -> tuple[Request, list[Transform]]:
-        """Applies all transforms of a tensor, in order."""
-        sparsification = self._sparsification
-        transforms = [] if sparsification is None else sparsification.transforms(request, step)
+    def _transformed(self, request: Request, step: int, transforms: list[Transform]) -> Request:
+        """Adds all transforms of a tensor to ``transforms``, and applies them in order."""
+        if self._sparsification is not None:
+            transforms += self._sparsification.transforms(request, step)
         if not transforms and not request.tensor.is_cpu:
-            transforms = [ToHost(request.tensor.device)]
+            transforms += [ToHost(request.tensor.device)]
         request = transformed(request, transforms)
         if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:
             further = [kind(request.tensor, self._kernels)]
-            return transformed(request, further), [*transforms, *further]
-        return request, transforms
+            transforms += further
+            return transformed(request, further)
+        return request
 
     def _transfer(self, request: Request, transforms: Sequence[Transform]) -> PeerTransfer:
         tensor, average = request.tensor, request.options.average

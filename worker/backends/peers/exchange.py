@@ -18,11 +18,11 @@ from torch import Tensor
 
 from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 
-from ...core.pending import Pending, Waiting
+from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform
-from ...transport.peer_group import MAX_SECONDS, Group, GroupError
+from ...transport.peer_group import Group, GroupError
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
@@ -49,11 +49,10 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
         super().__init__(session, servers)
         self._group = group
-        timeout_seconds = session.timeout_seconds + MAX_SECONDS
-        self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._negotiated: dict[int, PeerRound] = {}
         """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this."""
-        self._threads = [threading.Thread(target=self._run, name="zenps-peers", daemon=True)]
+        thread = threading.Thread(target=self._guarded, args=(self._run,), name="zenps-peers", daemon=True)
+        self._threads = [thread]
 
     def begin(
         self, request: Request, transfer: PeerTransfer, progress: Progress, transforms: Sequence[Transform]
@@ -94,11 +93,6 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             if self._failure is None:
                 broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
                 self.fail(self._session.lease.await_loss() or broken)
-        except ZenPSError as error:
-            self.fail(error)
-        except BaseException as error:
-            self.fail(ZenPSError(f"the exchange's thread ended: {error!r}"))
-            raise
 
     def _await_negotiation(self) -> None:
         with self._news:

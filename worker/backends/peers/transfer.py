@@ -66,7 +66,6 @@ class DensePeerTransfer(PeerTransfer):
 
     def __init__(self, tensor: Tensor, average: bool, pool: BufferPool) -> None:
         super().__init__(tensor, average)
-        self.rows_given = tensor.numel()
         self._values = pool.empty((tensor.numel(),), ACCUMULATE[tensor.dtype])
         self._values.view(tensor.shape).copy_(tensor.detach())
 
@@ -135,7 +134,11 @@ class AgreedPeerTransfer(SparsePeerTransfer):
             further = self._agreed.continue_with(union)
         except UsageError as raised:
             error = raised
-        self._check_all(group, error, 0 if error else len(further[COUNTS]))
+        try:
+            self._check_all(group, error, 0 if error else len(further[COUNTS]))
+        except (MismatchError, UsageError):
+            self._agreed.take_back()
+            raise
         sums = {
             suffix: DensePeerTransfer(tensor, self._average and suffix == VALUES, self._pool).reduce(
                 group, ()
@@ -155,7 +158,8 @@ class AgreedPeerTransfer(SparsePeerTransfer):
         if failed:
             raise MismatchError(f"the sparsifier has failed on {failed} rank(s); see their logs")
         if total * total != group.size * squares:  # Cauchy-Schwarz: they are equal only if all counts are
-            raise MismatchError(f"ranks have counted vectors of different lengths, this one of {counts}")
+            reason = f"ranks have counted vectors of different lengths, this one of {counts}"
+            raise MismatchError(f"{reason}; correct the sparsifier's count()")
 
     def report(self, progress: Progress) -> Report:
         return structs.replace(super().report(progress), dense_bytes=self._agreed.dense_bytes)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch.nn import Parameter
@@ -18,6 +18,10 @@ from ...core.pending import Pending
 from ...core.request import Request
 from ...process import PROCESS, Prefix
 from .buckets import Bucket, fuse
+
+_ADVICE: Final = (
+    "give all ranks parameters of the same names, and unfreeze the same ones before the same step"
+)
 
 
 class ParameterAgreement:
@@ -81,8 +85,9 @@ class ParameterAgreement:
         if not self._unknown:
             return
         counts = self._count_kinds()
+        asked, added = self._unknown[: len(counts)], self._unknown[len(counts) :]
         unknown, dense = [], []
-        for parameter, ranks_by_kind in zip(self._unknown, counts, strict=True):
+        for parameter, ranks_by_kind in zip(asked, counts, strict=True):
             match [kind for kind, ranks in enumerate(ranks_by_kind) if ranks]:
                 case []:
                     unknown.append(parameter)
@@ -94,17 +99,22 @@ class ParameterAgreement:
                     found = [f"{name_of(kind)} on {ranks_by_kind[kind]} rank(s)" for kind in kinds]
                     raise MismatchError(
                         f"gradient of {self.names[parameter]!r}: {listing(found)}; "
-                        "use the same sparse=… everywhere"
+                        "use the same sparse=… on all ranks, and sparse=False for a table that is tied to a "
+                        "dense layer"
                     )
-        self._unknown = unknown
+        self._unknown = unknown + added
         # Backward computes the last layers' gradients first, so buckets are filled from the end.
         prefix, world = f"bucket{len(self.bucket_of)}", PROCESS.world
         run, sparsifies = world.quantized_run, world.sparsification is not None
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+        if added:  # since Ctrl-C has interrupted the round
+            self.agree_on_kinds()
 
     def _count_kinds(self) -> list[list[int]]:
-        """Returns on how many ranks each gradient of unknown kind is of each kind."""
+        """Returns on how many ranks each gradient of unknown kind is of each kind; of a round that Ctrl-C has
+        interrupted, those that it asked about.
+        """
         if self._asked is None:
             # Column 0 counts ranks where a gradient is dense, column n those where n dimensions are sparse.
             columns = 1 + max(1, *(parameter.dim() for parameter in self.names))
@@ -113,7 +123,7 @@ class ParameterAgreement:
                 if (gradient := parameter.grad) is not None:
                     seen[index, gradient.sparse_dim() if gradient.is_sparse else 0] = 1
             with MASK:
-                self._asked = PROCESS.world.begin(Request(seen, f"{self._prefix}/kinds"))
+                self._asked = PROCESS.world.begin(Request(seen, f"{self._prefix}:kinds"))
         try:
             counts: list[list[int]] = self._asked.wait().tolist()
         except Exception:
@@ -122,14 +132,17 @@ class ParameterAgreement:
         self._asked = None
         return counts
 
-    def adopt(self, root_rank: int, passes: Mapping[Parameter, int]) -> dict[Parameter, int]:
+    def adopt(
+        self, root_rank: int, passes: int, uncounted: Iterable[Parameter]
+    ) -> tuple[int, list[Parameter]]:
         """Replaces this agreement by the root's, between two steps.
 
         Args:
-            passes: of backward, as this rank has counted them.
+            passes: the most backward passes that any parameter had in a step on this rank.
+            uncounted: the parameters whose passes this rank has not counted yet.
 
         Returns:
-            the root's passes.
+            the root's passes, and its uncounted parameters.
 
         Raises:
             MismatchError: the root's parameters differ from this rank's.
@@ -143,23 +156,24 @@ class ParameterAgreement:
                 [bucket.name, [self.names[parameter] for parameter in bucket.parameters]]
                 for bucket in self.buckets
             ],
-            "passes": {self.names[parameter]: most for parameter, most in passes.items()},
+            "passes": passes,
+            "uncounted": [self.names[parameter] for parameter in uncounted],
         }
         agreed = broadcast_object(agreed, root_rank, f"{self._prefix}/agreed")
         own = self._own
         if differing := set(agreed["names"]) ^ own.keys():
-            raise MismatchError(f"rank {root_rank} and this one differ in {listing(sorted(differing))}")
+            names = listing(sorted(differing))
+            raise MismatchError(f"rank {root_rank} and this one differ in {names}; {_ADVICE}")
         self._set_order(agreed["names"])
         self._asked = None
         self._unknown = [own[name] for name in agreed["unknown"]]
         self.sparse = {own[name]: sparse_dim for name, sparse_dim in agreed["sparse"].items()}
-        self.bucket_of = {}
+        self.bucket_of, world = {}, PROCESS.world
         for bucket_name, names in agreed["buckets"]:
-            parameters, world = [own[name] for name in names], PROCESS.world
-            is_sparsifiable = world.sparsification is not None and parameters[0].dim() > 1
-            bucket = Bucket(bucket_name, parameters, world.quantized_run, is_sparsifiable)
-            self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
-        return {own[name]: most for name, most in agreed["passes"].items()}
+            parameters = [own[name] for name in names]
+            bucket = Bucket(bucket_name, parameters, world.quantized_run, world.sparsification is not None)
+            self.bucket_of |= dict.fromkeys(parameters, bucket)
+        return agreed["passes"], [own[name] for name in agreed["uncounted"]]
 
     def _set_order(self, names: Sequence[str]) -> None:
         self.names = {self._own[name]: name for name in names}
@@ -169,9 +183,10 @@ class ParameterAgreement:
         root = min(PROCESS.world.ranks)
         names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/{what}")
         differing = set(names) ^ own.keys()
-        if others := allgather_int(len(differing), f"{self._prefix}/differing"):
+        if others := allgather_int(len(differing), f"{self._prefix}:differing"):
             here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
-            raise MismatchError(f"rank(s) {listing(others)} have other parameters than rank {root}{here}")
+            ranks = f"rank(s) {listing(others)} have other parameters than rank {root}{here}"
+            raise MismatchError(f"{ranks}; {_ADVICE}")
         return names
 
 
@@ -201,7 +216,10 @@ class ParameterNames:
             self._named = {parameter: name for name, parameter in listed}
             missing = sum(parameter not in self._named for parameter in self._trained())
             if missing:
-                raise UsageError(f"{missing} parameter(s) of the optimizer are not in named_parameters")
+                raise UsageError(
+                    f"{missing} parameter(s) of the optimizer are not in named_parameters; pass "
+                    "model.named_parameters() of the whole model"
+                )
 
     def has_others(self, known: Container[Parameter]) -> bool:
         """Returns whether any parameter outside ``known`` needs gradients."""

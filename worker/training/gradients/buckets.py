@@ -23,24 +23,28 @@ class Bucket:
         parameters: of one dtype, on one device.
         run: elements that are quantized by a common scale. Each presence element begins a run, because
             beside larger values it could be rounded to 0.
-        is_sparsifiable: True if the gradients may be sparsified.
+        sparsifies: True if gradients are sparsified.
 
     Attributes:
+        is_sparsifiable: False for parameters of one dimension, which are never thinned out.
         is_on_gpu: True if backward may compute gradients on several streams: see :meth:`note_stream`.
         parts: the parameters' gradients in the tensor, with their presence elements.
+        exact: the ranges of the tensor that are never thinned out: the presence elements.
     """
 
     def __init__(
-        self, name: str, parameters: Sequence[Parameter], run: int = 1, is_sparsifiable: bool = False
+        self, name: str, parameters: Sequence[Parameter], run: int = 1, sparsifies: bool = False
     ) -> None:
         self.name = name
         self.parameters = parameters
-        self.is_sparsifiable = is_sparsifiable
-        self._run = run
-        ends = list(accumulate(parameter.numel() for parameter in parameters))
-        self._present_from = -(-ends[-1] // run) * run
-        flags = slice(self._present_from, self._present_from + len(parameters) * run, run)
-        self.parts = Parts(list(pairwise([0, *ends])), flags)
+        self.is_sparsifiable = sparsifies and parameters[0].dim() > 1
+        ranges = list(pairwise(accumulate((each.numel() for each in parameters), initial=0)))
+        begin = -(-ranges[-1][1] // run) * run
+        flags = range(begin, begin + len(parameters) * run, run)
+        self.parts = Parts(ranges, slice(flags.start, flags.stop, run))
+        self.exact = ((flags.start, flags.stop),)
+        self._places = list(zip(parameters, (slice(*each) for each in ranges), flags, strict=True))
+        """The elements and the presence element of each parameter."""
         self.waiting_for = set(parameters)
         """Parameters whose gradient backward has not computed in this step."""
         self.is_on_gpu = parameters[0].is_cuda
@@ -51,28 +55,20 @@ class Bucket:
         """Notes that a gradient was computed on the current stream. :meth:`fused` waits for it."""
         self._streams.add(torch.cuda.current_stream(self.parameters[0].device))
 
-    @property
-    def exact(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the tensor that are never thinned out: the presence elements."""
-        return ((self._present_from, self._present_from + len(self.parameters) * self._run),)
-
     def fused(self, scale: float = 1.0) -> Tensor:
         """Returns the gradients times ``scale``, padded to whole runs, then the presence elements."""
         if self._streams:
             self._follow_streams()
-        first = self.parameters[0]
-        length = self._present_from + len(self.parameters) * self._run
-        flat = torch.zeros(length, dtype=first.dtype, device=first.device)
-        begin = 0
-        for index, parameter in enumerate(self.parameters):
+        first, flags = self.parameters[0], self.parts.flags
+        flat = torch.zeros(flags.stop, dtype=first.dtype, device=first.device)
+        for parameter, place, flag in self._places:
             if parameter.grad is not None:
                 # Ranks agreed that it is dense: a table may have been tied to a dense layer at first.
                 gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                flat[begin : begin + parameter.numel()].view(parameter.shape).copy_(gradient)
-                flat[self._present_from + index * self._run] = 1
-            begin += parameter.numel()
+                flat[place].view(parameter.shape).copy_(gradient)
+                flat[flag] = 1
         if scale != 1:
-            flat[: self._present_from] *= scale
+            flat[: flags.start] *= scale
         return flat
 
     def add_presence(self, fused: Tensor, residual: Tensor) -> None:
@@ -82,12 +78,9 @@ class Bucket:
             fused: the gradients and presence elements.
             residual: of this bucket, flat.
         """
-        begin = 0
-        for index, parameter in enumerate(self.parameters):
-            end = begin + parameter.numel()
-            if parameter.grad is None and parameter.requires_grad and residual[begin:end].any():
-                fused[self._present_from + index * self._run] = 1
-            begin = end
+        for parameter, place, flag in self._places:
+            if parameter.grad is None and parameter.requires_grad and residual[place].any():
+                fused[flag] = 1
 
     def _follow_streams(self) -> None:
         current = torch.cuda.current_stream(self.parameters[0].device)
@@ -102,12 +95,10 @@ class Bucket:
 
     def spread(self, flat: Tensor) -> None:
         """Makes the pulled tensor the parameters' gradients. Contiguous parameters' share its memory."""
-        present = flat[self._present_from :: self._run].tolist()
-        begin = 0
-        for index, parameter in enumerate(self.parameters):
-            gradient = flat[begin : begin + parameter.numel()].view(parameter.shape)
-            parameter.grad = laid_out_as(parameter, gradient) if present[index] else None
-            begin += parameter.numel()
+        present = flat[self.parts.flags].tolist()
+        for (parameter, place, _), is_present in zip(self._places, present, strict=True):
+            gradient = flat[place].view(parameter.shape)
+            parameter.grad = laid_out_as(parameter, gradient) if is_present else None
 
 
 def fuse(
@@ -118,8 +109,7 @@ def fuse(
     Args:
         prefix: of the buckets' names.
         limit_bytes: of a bucket; a larger parameter gets a bucket of its own.
-        run: as for :class:`Bucket`.
-        sparsifies: parameters of one dimension, which are never thinned out, get buckets of their own.
+        run, sparsifies: as for :class:`Bucket`. Parameters of one dimension then get buckets of their own.
     """
     groups: list[list[Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[Parameter], int]] = {}
@@ -132,10 +122,7 @@ def fuse(
             groups.append(group)
         group.append(parameter)
         open_groups[kind] = (group, used + size)
-    return [
-        Bucket(f"{prefix}/{index}", group, run, sparsifies and group[0].dim() > 1)
-        for index, group in enumerate(groups)
-    ]
+    return [Bucket(f"{prefix}/{index}", group, run, sparsifies) for index, group in enumerate(groups)]
 
 
 def laid_out_as(parameter: Parameter, gradient: Tensor) -> Tensor:

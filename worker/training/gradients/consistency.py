@@ -16,6 +16,8 @@ class Consistency(ABC):
         step: the number of the step whose gradients backward computes.
         applied: the number of the step whose gradients are applied.
         staleness: how many steps later than they are computed gradients are applied.
+        is_periodic: True if steps differ by their number, so that a checkpoint has it.
+        sparsified: the parameters whose last gradients were sparsified.
         accumulates: whether backward only adds up gradients at present, and pushes none.
         announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
     """
@@ -23,6 +25,8 @@ class Consistency(ABC):
     step = 0
     applied = 0
     staleness = 0
+    is_periodic = False
+    sparsified: AbstractSet[Parameter] = frozenset()
     accumulates = False
     announce: Callable[[bool], None] | None = None
 
@@ -30,16 +34,6 @@ class Consistency(ABC):
     @abstractmethod
     def is_synchronized(self) -> bool:
         """Whether gradients are ready for the step, and backward has not run since."""
-
-    @property
-    def sparsified(self) -> AbstractSet[Parameter]:
-        """The parameters whose last gradients were sparsified."""
-        return frozenset()
-
-    @property
-    def is_periodic(self) -> bool:
-        """True if steps differ by their number, so that a checkpoint has it."""
-        return False
 
     @property
     def is_of_this_world(self) -> bool:

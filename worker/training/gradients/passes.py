@@ -1,20 +1,19 @@
 """Backward passes of one step: how often backward computes a gradient before ``step()`` applies it.
 
-A gradient is pushed after its last pass, while backward goes on with other gradients. Which pass is the last
-one is known from the steps before: some loops call backward for several losses, or for several micro-batches.
+A gradient is pushed in the last pass, while backward goes on with other gradients. Which pass is the last one
+is known from the steps before: some loops call backward for several losses, or for several micro-batches.
+
+The parameter with the most passes says how many there are, for all parameters. A layer that takes part in
+some passes only, as an expert that not every micro-batch is sent to, may take part in more of them in the
+next step. If it were pushed after as many as before, one rank alone might have to push it again.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable
 
 from torch.nn import Parameter
-
-_UNKNOWN: Final = sys.maxsize
-"""The expected passes of a parameter whose passes no step has counted: more than there can be."""
 
 
 class BackwardPasses:
@@ -22,47 +21,45 @@ class BackwardPasses:
 
     Args:
         per_step: how many there are at least, as the training script says.
+
+    Attributes:
+        most: how many passes any parameter had in any step so far.
+        uncounted: new parameters, until a step has counted their passes. Only ``step()`` pushes them.
     """
 
     def __init__(self, per_step: int) -> None:
         self.per_step = per_step
+        self.most = 0
+        self.uncounted: set[Parameter] = set()
         self._counted: Counter[Parameter] = Counter()
         """In this step."""
-        self._most: dict[Parameter, int] = {}
-        """In any step so far."""
 
     @property
     def have_begun(self) -> bool:
         """True if backward has run in this step."""
         return bool(self._counted)
 
-    @property
-    def most(self) -> Mapping[Parameter, int]:
-        """How many passes of each parameter there were in any step so far."""
-        return self._most
-
-    def adopt(self, most: Mapping[Parameter, int]) -> None:
+    def adopt(self, most: int, uncounted: Iterable[Parameter]) -> None:
         """Begins a step anew, and adds what another rank has learned to what this one has."""
         self._counted.clear()
-        for parameter, passes in most.items():
-            self._most[parameter] = max(passes, self._most.get(parameter, 0))
-
-    def await_count(self, parameters: Iterable[Parameter]) -> None:
-        """Lets ``step()`` push new parameters until the passes of one step were counted."""
-        self._most.update(dict.fromkeys(parameters, _UNKNOWN))
+        self.most = max(self.most, most)
+        self.uncounted.update(uncounted)
 
     def count(self, parameter: Parameter) -> int:
         """Counts a pass; returns how many there were in this step."""
         self._counted[parameter] += 1
         return self._counted[parameter]
 
-    def expected(self, parameter: Parameter) -> int:
-        """Returns after how many passes the gradient is pushed."""
-        return max(self.per_step, self._most.get(parameter, 0))
+    def is_last(self, parameter: Parameter) -> bool:
+        """Returns whether the parameter has had as many passes as are expected in a step.
+
+        The gradient is pushed then; that of fewer passes, by ``step()``.
+        """
+        expected = max(self.per_step, self.most)
+        return parameter not in self.uncounted and self._counted[parameter] >= expected
 
     def end_step(self) -> None:
         """Learns from the passes of this step, and begins the next."""
-        for parameter, passes in self._counted.items():
-            most = self._most.get(parameter, 0)
-            self._most[parameter] = passes if most == _UNKNOWN else max(passes, most)
+        self.most = max(self.most, *self._counted.values(), 0)
+        self.uncounted.difference_update(self._counted)
         self._counted.clear()

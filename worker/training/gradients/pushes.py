@@ -115,7 +115,7 @@ class GradientPushes:
         """
         owners = self._owners
         outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")
-        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}/backward ran again")).wait()
+        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}:backward ran again")).wait()
         self.outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
         for owner in owners:
             if owner not in self.outdated:
@@ -168,8 +168,11 @@ class GradientPushes:
             self.sparsified.update(bucket.parameters)
             name = world.residual_name(request)
             # With hierarchical reduction, only the leader of a host has a residual.
-            if name is not None and (residual := self._residuals.peek(name)) is not None:
-                bucket.add_presence(fused, residual.view(-1))
+            if name is not None:
+                loaded = world.sparsification.loaded_residual(name)
+                residual = self._residuals.peek(name) if loaded is None else loaded
+                if isinstance(residual, Tensor):
+                    bucket.add_presence(fused, residual.reshape(-1))
         self._begin(bucket, request)
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
@@ -203,7 +206,7 @@ class GradientPushes:
             (self.drains, f"after {self.drains} drained step(s)"),
             (self.drops, f"after {self.drops} step(s) thrown away by zero_grad()"),
             (owner in self.outdated, "computed again after it was pushed"),
-            (owner in self._dense, "dense at present"),
+            (owner in self._dense, "dense at present (use sparse=False for a tied table)"),
         ]
         said = [text for holds, text in facts if holds]
         return " ".join([*said, describe(gradient)]) if said else ""
@@ -212,7 +215,7 @@ class GradientPushes:
         if now != agreed:
             raise MismatchError(
                 f"gradient of {self._agreement.names[parameter]!r} on rank {PROCESS.world.rank}: "
-                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}"
+                f"{name_of(now)}, but ranks agreed that it is {name_of(agreed)}; keep it so in all steps"
             )
 
 

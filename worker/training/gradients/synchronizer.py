@@ -10,7 +10,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -76,11 +75,13 @@ class GradientSynchronizer(Consistency):
         momentum: Momentum | None = None,
     ) -> None:
         self.staleness = PROCESS.world.staleness
+        self.is_periodic = self.staleness > 0
         self._names = names
         self._passes = BackwardPasses(passes_per_step)
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, names.trained())
         self._pushes = GradientPushes(self._agreement, self._prefix, average, momentum)
+        self.sparsified = self._pushes.sparsified
         self._state: StepState = "open"
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
@@ -107,20 +108,12 @@ class GradientSynchronizer(Consistency):
         self._advance("consumed")
 
     @property
-    def is_periodic(self) -> bool:
-        return self.staleness > 0
-
-    @property
     def step(self) -> int:
         return self._pushes.step
 
     @step.setter
     def step(self, step: int) -> None:
         self._pushes.step = step
-
-    @property
-    def sparsified(self) -> AbstractSet[Parameter]:
-        return self._pushes.sparsified
 
     @property
     def is_of_this_world(self) -> bool:
@@ -131,7 +124,8 @@ class GradientSynchronizer(Consistency):
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
-        self._passes.adopt(self._agreement.adopt(root_rank, self._passes.most))
+        passes = self._passes
+        passes.adopt(*self._agreement.adopt(root_rank, passes.most, passes.uncounted))
         self._pushes.begin_anew()
 
     @untraced
@@ -174,7 +168,7 @@ class GradientSynchronizer(Consistency):
             raise self._refuse(str(error)) from None
         self._agreement.add(new)
         self._watch(new.values())
-        self._passes.await_count(new.values())
+        self._passes.uncounted.update(new.values())
 
     def after_step(self) -> None:
         """Does nothing: all ranks have stepped alike."""
@@ -227,7 +221,7 @@ class GradientSynchronizer(Consistency):
                 "another zero_grad() ends this step all the same"
             )
         if self._state == "refused":
-            return self._drop_all()
+            return self._drop_pushed(all_drop=False)
         if not self.has_run_backward:
             return False
         try:
@@ -250,11 +244,11 @@ class GradientSynchronizer(Consistency):
         return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
-        return self._drop_all(by_all_ranks=True)
+        return self._drop_pushed(all_drop=True)
 
-    def _drop_all(self, *, by_all_ranks: bool = False) -> bool:
+    def _drop_pushed(self, *, all_drop: bool) -> bool:
         self._pushes.averages.is_dropped = True
-        self._push_step(by_all_ranks)
+        self._push_step(all_drop)
         return self._take_delayed()
 
     def follow(self) -> None:
@@ -285,7 +279,7 @@ class GradientSynchronizer(Consistency):
             self._pushes.drops += 1
         self._pushes.averages.error = disagreement or error
         self._steps.add(self._pushes.end_step())
-        PROCESS.world.note_staleness(self._steps.later)
+        PROCESS.world.statistics.note_staleness(self._steps.later)
 
     def _take_due(self) -> Averages | None:
         """Takes and returns the averages that are due, if any; then raises the error of the step."""
@@ -357,7 +351,7 @@ class GradientSynchronizer(Consistency):
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
             self._pushes.outdated.add(owner)
-        elif self.accumulates or not self._pushes_early or passes < self._passes.expected(parameter):
+        elif self.accumulates or not self._pushes_early or not self._passes.is_last(parameter):
             return
         elif parameter in self._agreement.sparse:
             self._pushes.push_sparse(parameter)
@@ -377,7 +371,7 @@ class GradientSynchronizer(Consistency):
             name = self._agreement.names[changed]
             raise self._refuse(
                 f"gradient of {name!r}: changed since backward computed it; to clip or unscale, call "
-                "synchronize() before"
+                "synchronize() before; if another DistributedOptimizer has averaged it, run backward for each"
             )
 
     def _refuse(self, reason: str) -> UsageError:

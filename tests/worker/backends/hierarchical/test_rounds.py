@@ -7,37 +7,50 @@ import math
 import socket as net
 import threading
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from zenps.config.settings import Config
-from zenps.errors import TensorError, UsageError, ZenPSError
+from zenps.errors import (
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    TensorError,
+    UnknownKeyError,
+    UsageError,
+    ZenPSError,
+)
 from zenps.observe.metrics import WorkerMetrics
+from zenps.wire.frames import CorruptedError
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
-from zenps.worker.backends.hierarchical.rounds import HostRounds, HostSession
+from zenps.worker.backends.hierarchical.rounds import HostRounds
 from zenps.worker.backends.servers import CONTROL, ServerBackend
 from zenps.worker.core.pending import LeftError, Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.encode.dense import RootLostError
 from zenps.worker.transport.channel import Channel
-from zenps.worker.transport.host_link import Link
+from zenps.worker.transport.host_link import Link, LinkError
 from zenps.worker.transport.lease import Lease
 
 MIB = 1 << 20
 VALUES = torch.ones(50_000)
+NO_OPTIONS = Options()
 DEADLINE_SECONDS = 20.0
 
 
@@ -64,10 +77,10 @@ class Silent(Channel):
 
 
 class Negotiation:
-    """Sums the tables that ranks 0 and 1 negotiate. Ranks of other hosts say what rank 0 does."""
+    """Sums the tables that two ranks negotiate. Ranks of other hosts say what the first of them does."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
         self._lock = threading.Lock()
         self._calls: Counter[tuple[int, str]] = Counter()
         self._said: defaultdict[tuple[str, int], list[tuple[Tensor, Pending]]] = defaultdict(list)
@@ -79,7 +92,8 @@ class Negotiation:
             said.append((table, pending))
             if len(said) == 2:
                 total = said[0][0] + said[1][0]
-                total[2:] = total[0]
+                for rank in set(range(len(total))).difference(self._ranks):
+                    total[rank] = total[self._ranks[0]]
                 for _, each in said:
                     each.complete(total)
 
@@ -89,6 +103,7 @@ class Servers(ServerBackend):
 
     def __init__(self, rank: int, negotiation: Negotiation, waiting: Waiting) -> None:
         self.refusal: ZenPSError = UsageError("a sparsifier is wrong")
+        self.pushed: list[Request] = []
         self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
     def negotiate(self, table: Tensor, name: str) -> Pending:
@@ -97,6 +112,7 @@ class Servers(ServerBackend):
         return pending
 
     def begin(self, request: Request, counted: Counted = "round") -> Pending:
+        self.pushed.append(request)
         raise self.refusal
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
@@ -106,19 +122,28 @@ class Servers(ServerBackend):
 
 
 class Host:
-    """Ranks 0 and 1 of a job."""
+    """The two ranks of the host ``box``.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        hosts: of all ranks of the job.
+    """
+
+    def __init__(self, *hosts: str) -> None:
         self.arenas = [Arena(MIB), Arena(MIB)]
+        ranks = [rank for rank, host in enumerate(hosts) if host == "box"]
         self.links = [
-            Link(socket, 1 - rank, Window(self.arenas[1 - rank].fd))
-            for rank, socket in enumerate(net.socketpair(net.AF_UNIX, net.SOCK_SEQPACKET))
+            Link(socket, other, Window(arena.fd))
+            for socket, other, arena in zip(
+                net.socketpair(net.AF_UNIX, net.SOCK_SEQPACKET), ranks[::-1], self.arenas[::-1], strict=True
+            )
         ]
-        negotiation = Negotiation(size)
-        hosts = ["box", "box", *(f"host{rank}" for rank in range(2, size))]
-        sessions = [self._session(rank, hosts, negotiation) for rank in range(2)]
-        self.leader = Leader(sessions[0], self.links[:1])
-        self.follower = Follower(sessions[1], self.links[1])
+        negotiation = Negotiation(ranks)
+        sessions = [
+            self._session(rank, hosts, negotiation, arena)
+            for rank, arena in zip(ranks, self.arenas, strict=True)
+        ]
+        self.leader = Leader(*sessions[0], self.links[:1])
+        self.follower = Follower(*sessions[1], self.links[1])
         for each in self.ranks:
             each.start()
 
@@ -126,11 +151,11 @@ class Host:
     def ranks(self) -> tuple[HostRounds, HostRounds]:
         return self.leader, self.follower
 
-    def begin(self) -> list[Pending]:
-        return [each.begin(Request(VALUES, "t", Options()), ()) for each in self.ranks]
+    def begin(self, values: Tensor = VALUES, options: Options = NO_OPTIONS) -> list[Pending]:
+        return [each.begin(Request(values, "t", options), ()) for each in self.ranks]
 
-    def push(self) -> list[Tensor | ZenPSError]:
-        return [outcome_of(each) for each in self.begin()]
+    def push(self, values: Tensor = VALUES, options: Options = NO_OPTIONS) -> list[Tensor | ZenPSError]:
+        return [outcome_of(each) for each in self.begin(values, options)]
 
     def lent_bytes(self, rank: int) -> int:
         """What the leader keeps for a rank, once it has heard all that the rank says."""
@@ -145,13 +170,19 @@ class Host:
             link.close()
         for arena in self.arenas:
             arena.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith(("zenps-host", "zenps-sum")):
+                thread.join(DEADLINE_SECONDS)
+                assert not thread.is_alive(), thread
 
-    def _session(self, rank: int, hosts: Sequence[str], negotiation: Negotiation) -> HostSession:
+    def _session(
+        self, rank: int, hosts: Sequence[str], negotiation: Negotiation, arena: Arena
+    ) -> tuple[Session, Servers, Arena]:
         metrics, spans = WorkerMetrics(CollectorRegistry()), Spans()
         statistics = Statistics(metrics)
         servers = Servers(rank, negotiation, Waiting(Notifier(), DEADLINE_SECONDS, statistics, spans))
         session = Session(Config(), Held(rank, hosts), Silent(), statistics, metrics, spans)
-        return HostSession(session, servers, self.arenas[rank])
+        return session, servers, arena
 
 
 def outcome_of(pending: Pending) -> Tensor | ZenPSError:
@@ -168,15 +199,15 @@ def outcome_of(pending: Pending) -> Tensor | ZenPSError:
 @pytest.fixture
 def alone() -> Iterator[Host]:
     """The only host of its job."""
-    host = Host(2)
+    host = Host("box", "box")
     yield host
     host.close()
 
 
 @pytest.fixture
 def beside() -> Iterator[Host]:
-    """One of two hosts."""
-    host = Host(3)
+    """The second of two hosts."""
+    host = Host("other", "box", "box")
     yield host
     host.close()
 
@@ -208,15 +239,45 @@ def test_a_sum_that_cannot_be_mapped_is_not_kept(
         assert torch.equal(total, 2 * VALUES)
 
 
-@pytest.mark.parametrize("kind", [UsageError, TensorError])
-def test_a_follower_is_told_why_its_leader_cannot_push(beside: Host, kind: type[ZenPSError]) -> None:
-    for reason in ("first", "second"):
-        servers = beside.leader._servers
-        assert isinstance(servers, Servers)
-        servers.refusal = kind(reason)
-        for outcome in beside.push():
-            assert type(outcome) is kind
-            assert str(outcome) == reason
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (UsageError("why"), UsageError),
+        (TensorError("why"), TensorError),
+        (ConfigError("sync.values", "x", "y"), ConfigError),
+        (UnknownKeyError("sync.vales", "did you mean sync.values?"), UnknownKeyError),
+        (ProtocolError("checksum", "why"), ProtocolError),
+        (CorruptedError(None, "why"), ProtocolError),
+        (RootLostError(), PeerLostError),
+        (LinkError("rank 3 is gone"), PeerLostError),
+        (ZenPSError("why"), ZenPSError),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_follower_raises_what_its_leader_raises(
+    beside: Host, error: ZenPSError, expected: type[ZenPSError]
+) -> None:
+    servers = beside.leader._servers
+    assert isinstance(servers, Servers)
+    servers.refusal = error
+    leads, follows = beside.push()
+    assert leads is error
+    assert type(follows) is expected
+    assert str(follows) == str(error)
+
+
+@pytest.mark.parametrize(("dtype", "purpose"), [(torch.float32, "gradient"), (torch.float16, "value")])
+def test_a_leader_pushes_for_all_ranks_of_its_host(beside: Host, dtype: torch.dtype, purpose: str) -> None:
+    """Its number among those that push decides from which elements a sparsifier selects there. A sum that is
+    wider than the gradient must not be quantized."""
+    beside.push(VALUES.to(dtype), Options(average=True, purpose="gradient", priority=3))
+    servers = beside.leader._servers
+    assert isinstance(servers, Servers)
+    ((tensor, name, options),) = servers.pushed
+    assert torch.equal(tensor, 2 * VALUES)
+    assert name == "t@hosts"
+    assert (options.stands_for, options.pusher) == ((2,), (1, 2))
+    assert (options.average, options.priority, options.purpose) == (True, 3, purpose)
 
 
 def test_a_leader_that_leaves_tells_its_follower_nothing(
@@ -231,6 +292,69 @@ def test_a_leader_that_leaves_tells_its_follower_nothing(
     assert isinstance(outcome_of(leads), LeftError)
     told.assert_not_called()
     assert not follows.has_ended
+
+
+def test_a_follower_keeps_only_the_copy_in_shared_memory(alone: Host) -> None:
+    memory = numpy.ones(50_000)
+    is_kept = weakref.ref(memory)
+    values = torch.from_numpy(memory)
+    del memory
+    pending = alone.follower.begin(Request(values, "t", NO_OPTIONS), ())
+    del values
+    assert is_kept() is None
+    assert not pending.has_ended
+
+
+def test_a_leader_keeps_only_the_sum_while_servers_add_it(
+    beside: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = beside.leader._servers
+    refuse = servers.begin
+    kept: list[torch.UntypedStorage] = []
+
+    def begin(request: Request, counted: Counted = "round") -> Pending:
+        kept.extend(each.contribution.values.untyped_storage() for each in beside.leader._in_flight.values())
+        return refuse(request, counted)
+
+    monkeypatch.setattr(servers, "begin", begin)
+    beside.push()
+    assert [memory.nbytes() for memory in kept] == [0]
+
+
+def test_a_sum_that_comes_before_the_negotiation_has_ended_is_withheld(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the name is in flight at the servers, which would refuse the next push."""
+    servers, begun, waits = alone.follower._servers, [], threading.Event()
+    negotiate, wait = servers.negotiate, servers.wait
+
+    def negotiate_late(table: Tensor, name: str) -> Pending:
+        begun.append(negotiate(table, name))
+        late = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), servers._waiting, counted="nothing")
+        begun.append(late)
+        return late
+
+    def wait_and_tell(ready: Callable[[], bool], until: float) -> None:
+        if threading.current_thread() is alone.follower._threads[1]:
+            waits.set()
+        wait(ready, until)
+
+    monkeypatch.setattr(servers, "negotiate", negotiate_late)
+    monkeypatch.setattr(servers, "wait", wait_and_tell)
+    _, follows = alone.begin()
+    assert waits.wait(DEADLINE_SECONDS)
+    assert not follows.has_ended
+    ended, late = begun
+    late.complete(ended.wait())
+    assert isinstance(outcome_of(follows), Tensor)
+
+
+def test_a_leader_listens_to_followers_that_are_there_only(alone: Host) -> None:
+    """The connection of one that is gone is always readable."""
+    alone.follower.close()
+    listening = alone.leader._threads[1]
+    listening.join(DEADLINE_SECONDS)
+    assert not listening.is_alive()
 
 
 def test_nobody_waits_for_servers_when_the_last_round_has_ended_meanwhile(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.integration.reference import assert_same_bits
 from tests.worker.local_group import on_all_ranks
 from zenps.buffers import BufferPool
+from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE, Rows
 from zenps.kernels.cpu import CpuKernels
 from zenps.worker.backends.peers.algorithms import Table, gathered, merged, sparcml, split
@@ -112,6 +113,23 @@ def test_sparcml_is_one_of_its_three(drawn: tuple[Table, list[list[int]]]) -> No
         return sparcml(group, own, table, divisor, KERNELS, counts=counts)
 
     assert_all_are(run(algorithm, table, parts, 1), KERNELS.aggregate(parts, 1))
+
+
+@pytest.mark.parametrize("count", [-2, 6])
+def test_a_count_of_rows_that_cannot_be_is_refused_before_memory_is_taken(count: int) -> None:
+    """Of a table of 5: -1 says that all rows follow, and a bit for each."""
+    table = Table(5, 1, torch.float32)
+
+    def run(group: Group) -> str:
+        if group.rank:
+            counts = torch.tensor([count]), torch.empty(1, dtype=torch.int64)
+            group.exchange({0: counts[:1]}, {0: counts[1:]})
+            return ""
+        with pytest.raises(ProtocolError) as error:
+            gathered(group, make(table, [[1]])[0], table, 1, KERNELS)
+        return str(error.value)
+
+    assert f"{count} rows of a table of 5" in on_all_ranks(2, run)[0]
 
 
 # ── which of the three, and what it costs ───────────────────────────────────────────────────────

@@ -61,6 +61,14 @@ def test_the_distance_is_that_of_the_elements_that_a_rank_averages() -> None:
     assert [value.tolist() for value in values] == [[1.0, 2.0]] * 2
 
 
+def test_values_whose_average_is_zero_have_no_relative_distance() -> None:
+    """Such as biases that are zeros at first, or of opposite signs."""
+    values = [torch.tensor([0.0, 1.0]), torch.tensor([0.0, -1.0])]
+    averaged = on_all_ranks(2, lambda group: average_within(group, [0, 1], (0, 0), [values[group.rank]]))
+    assert averaged == [Averaged(0.0, 0.0), Averaged(1.0, 0.0)]
+    assert [each.relative for each in averaged] == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("other", [(4, 7), (3, 8)])
 def test_members_that_average_something_else_are_noticed_on_all(other: tuple[int, int]) -> None:
     def run(group: Group) -> str:

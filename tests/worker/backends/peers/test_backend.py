@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from zenps.sparsifiers.base import Sparsifier, Step
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.peers import backend
 from zenps.worker.backends.peers.backend import PeerBackend
+from zenps.worker.backends.peers.transfer import DensePeerTransfer, SparsePeerTransfer
 from zenps.worker.core.pending import Notifier, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
@@ -86,3 +89,42 @@ def test_a_name_in_flight_takes_nothing_from_the_residual(peers: PeerBackend) ->
     feedback = residuals.feedback("layer", SIZE, torch.float32)
     assert torch.equal(feedback.residual, left)
     assert feedback.next_step == 1
+
+
+def test_each_kind_of_tensor_gets_its_transfer_and_the_step_of_its_name(
+    peers: PeerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, steps = list[tuple[type, int]](), list[int]()
+
+    def select(_: Failing, values: Tensor, step: Step) -> Tensor:
+        steps.append(step.number)
+        return torch.arange(3)
+
+    def begin_exchange(_: Request, transfer: object, __: object, transforms: Sequence[object]) -> str:
+        begun.append((type(transfer), len(transforms)))
+        return "pending"
+
+    monkeypatch.setattr(Failing, "select", select)
+    monkeypatch.setattr(peers._exchange, "begin", begin_exchange)
+    options = Options(purpose="gradient", residuals=Residuals(), is_sparsifiable=True)
+    values = Request(TENSOR, "value", Options())
+    rows = values._replace(tensor=TENSOR.view(-1, 4).to_sparse(1))
+    for request in (values, rows, *[values._replace(name="layer", options=options)] * 3):
+        assert peers.begin(request) == "pending"
+    assert begun == [(DensePeerTransfer, 0), (SparsePeerTransfer, 0), *[(SparsePeerTransfer, 1)] * 3]
+    assert steps == [0, 1, 2]
+
+
+@pytest.mark.parametrize("where", ["_transfer", "_exchange.begin"])
+def test_what_was_selected_and_not_exchanged_stays_in_the_residual(
+    where: str, peers: PeerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    residuals = Residuals()
+    owner, _, method = ("", "", where) if "." not in where else where.partition(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(peers, owner) if owner else peers, method, Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            begin(peers, residuals)
+    feedback = residuals.feedback("layer", SIZE, torch.float32)
+    assert torch.equal(feedback.residual, TENSOR)
+    assert begin(peers, residuals).residual.sum() == TENSOR[3:].sum(), "added once, and then pushed"

@@ -24,7 +24,7 @@ def presence(bucket: Bucket, residual: Tensor | None = None) -> list[float]:
 
 def test_a_parameter_without_a_gradient_is_absent() -> None:
     used, unused = (Parameter(torch.ones(2, 3)) for _ in range(2))
-    bucket = Bucket("b", (used, unused), is_sparsifiable=True)
+    bucket = Bucket("b", (used, unused))
     used.grad = torch.ones(2, 3)
     assert presence(bucket) == [1.0, 0.0]
     used.grad = None
@@ -34,7 +34,7 @@ def test_a_parameter_without_a_gradient_is_absent() -> None:
 def test_a_parameter_whose_residual_may_be_pushed_is_present_unless_it_is_frozen() -> None:
     """Else weight decay and the optimizer's state would go on without gradients."""
     first, second = (Parameter(torch.ones(2, 3)) for _ in range(2))
-    bucket = Bucket("b", (first, second), is_sparsifiable=True)
+    bucket = Bucket("b", (first, second))
     residual = torch.zeros(14)
     residual[7] = 1  # of the second
     assert presence(bucket, residual) == [0.0, 1.0]
@@ -65,6 +65,33 @@ def test_the_norm_of_a_table_that_was_tied_to_a_dense_layer_is_that_of_its_rows_
     assert bucket.fused(0.5).tolist() == [0.0, 0.5, 1.0, 0.0, 1.0, 1.0, 1.0]
     table.grad = torch.empty(0, 1, 1).new_zeros((4, 1)).to_sparse(1)
     assert clip_factor([bucket], 1.0) == pytest.approx(0.5), "without any row"
+
+
+def test_presence_elements_begin_runs_of_their_own() -> None:
+    """A common scale would round 1 to 0 beside large gradients."""
+    first, second, unused = Parameter(torch.ones(2, 3)), Parameter(torch.ones(3)), Parameter(torch.ones(2))
+    first.grad, second.grad = torch.full((2, 3), 900.0), torch.full((3,), 800.0)
+    bucket = Bucket("b", (first, second, unused), run=4)
+    fused = bucket.fused(0.5)
+    assert fused.tolist() == [450.0] * 6 + [400.0] * 3 + [0.0] * 3 + [1.0, 0.0, 0.0, 0.0] * 2 + [0.0] * 4
+    assert bucket.parts == ([(0, 6), (6, 9), (9, 11)], slice(12, 24, 4))
+    assert bucket.exact == ((12, 24),)
+    bucket.spread(fused)
+    assert first.grad.tolist() == [[450.0] * 3] * 2
+    assert second.grad.tolist() == [400.0] * 3
+    assert unused.grad is None
+
+
+def test_buckets_are_filled_up_to_the_limit_by_parameters_of_a_kind() -> None:
+    """One that is larger than the limit is alone, and what comes after does not fill up those before."""
+    sizes = {"a": 3, "b": 9, "c": 1, "d": 3, "e": 1}
+    names = {Parameter(torch.ones(size)): name for name, size in sizes.items()}
+    names[Parameter(torch.ones(1, dtype=torch.float64))] = "x"
+    names[Parameter(torch.ones(1))] = "f"
+    buckets = fuse("prefix", names, 4 * 4, 1)
+    found = ["".join(names[each] for each in bucket.parameters) for bucket in buckets]
+    assert found == ["a", "b", "cd", "ef", "x"]
+    assert [bucket.name for bucket in buckets] == [f"prefix/{number}" for number in range(5)]
 
 
 def test_parameters_of_one_dimension_are_never_sparsified() -> None:

@@ -1,0 +1,79 @@
+"""Connection of all workers: addresses travel over servers; what is said if workers cannot connect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from torch import Tensor
+
+from tests.worker.backends.test_negotiated_rounds import Silent, TwoWorkers
+from zenps.config.settings import ClusterConfig, Config
+from zenps.errors import PeerLostError
+from zenps.observe.metrics import WorkerMetrics
+from zenps.worker.backends.base import Session
+from zenps.worker.backends.negotiation import table_with
+from zenps.worker.backends.peers import connection
+from zenps.worker.backends.peers.connection import connect_workers
+from zenps.worker.backends.servers import CONTROL, ServerBackend
+from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress, Statistics
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.transport.peer_group import GroupError
+
+ADDRESS = b"key\0address\0\0"
+"""Ends with zeros, as the rows of a table do that are longer."""
+
+
+class Servers(ServerBackend):
+    """Rank 0 tells them twice what rank 1 does."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self.names: list[str] = []
+        self._waiting = waiting
+
+    def negotiate(self, table: Tensor, name: str) -> Pending:
+        self.names.append(name)
+        own = table[1].numpy().tobytes()[2 : 2 + len(ADDRESS)]
+        both = table + table_with(len(2 * own).to_bytes(2) + 2 * own, 0, 2, table.shape[1])
+        return Pending(name, CONTROL, SuppliedTransfer(both), Progress(0, ended=True), self._waiting)
+
+
+@pytest.fixture
+def servers() -> Servers:
+    return Servers(Waiting(Notifier(), 0.1, Statistics(WorkerMetrics(CollectorRegistry())), Spans()))
+
+
+def connect(servers: Servers, host: str = "") -> Any:
+    """Connects rank 1 of 2."""
+    config = Config(cluster=ClusterConfig(scheduler="127.0.0.1:9", host=host))
+    metrics = WorkerMetrics(CollectorRegistry())
+    session = Session(config, TwoWorkers(), Silent(), Statistics(metrics), metrics, Spans())
+    return connect_workers(session, servers, "peers")
+
+
+@pytest.mark.parametrize(("setting", "host"), [("", "127.0.0.1"), ("10.0.0.7", "10.0.0.7")])
+def test_all_ranks_get_the_addresses_of_all(
+    setting: str, host: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(rank: int, size: int, host: str, allgather: Callable[[bytes], Sequence[bytes]]) -> Any:
+        return rank, size, host, [allgather(ADDRESS), allgather(ADDRESS)]
+
+    monkeypatch.setattr(connection, "GlooGroup", group)
+    assert connect(servers, setting) == (1, 2, host, [[2 * ADDRESS, ADDRESS]] * 2)
+    assert servers.names == ["@peers/addresses/0", "@peers/addresses/1"], "a round of its own each time"
+
+
+def test_workers_that_do_not_reach_one_another_say_what_to_set(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def group(*_: object) -> Any:
+        raise GroupError(-1, "gloo on 127.0.0.1: refused")
+
+    monkeypatch.setattr(connection, "GlooGroup", group)
+    said = r"worker 1 and the others do not reach one another: gloo on 127.0.0.1: refused; set cluster.host"
+    with pytest.raises(PeerLostError, match=said):
+        connect(servers)
