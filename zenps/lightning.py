@@ -8,6 +8,7 @@ from __future__ import annotations
 from lightning.pytorch.strategies import DDPStrategy
 
 from zenps.worker.training.ddp import CommHookState, comm_hook
+from zenps.worker.training.hazards import check_scaler
 
 __all__ = ["Strategy"]
 
@@ -22,6 +23,13 @@ class Strategy(DDPStrategy):
     """
 
     def configure_ddp(self) -> None:
-        """Wraps the model in ``DistributedDataParallel``, with the hook."""
+        """Wraps the model in ``DistributedDataParallel``, with the hook.
+
+        Raises:
+            UsageError: gradients are scaled (``16-mixed``), and quantized or sparsified.
+        """
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            check_scaler()
         super().configure_ddp()
         self.model.register_comm_hook(CommHookState(), comm_hook)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import socket as net
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import ray
 
 from zenps.config import sources
+from zenps.config.settings import Config
 from zenps.errors import DeadlineError
 from zenps.observe import log
 
@@ -46,7 +49,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
     def __init__(self, workers: int, servers: int = 1, settings: Sequence[str] = ()) -> None:
         own = [f"cluster.workers={workers}", f"cluster.servers={servers}"]
         self._settings = [*sources.list_of(settings), *own]
-        config = sources.load(sets=self._settings, environ={}).config
+        config = _load(self._settings)
         self._servers = config.cluster.servers
         self._seconds = config.cluster.rendezvous_seconds
         self._actors: list[Any] = []
@@ -103,7 +106,7 @@ class _Role:
     def start(self, role: str, settings: Sequence[str]) -> str:
         """Starts the role, and returns the address of a scheduler once it listens; empty for a server."""
         own = [f"cluster.scheduler={_free_address()}"] if role == "scheduler" else []
-        config = sources.load(sets=[*settings, *own], environ={}).config
+        config = _load([*settings, *own])
         log.setup(config.log, role)
         started: SimpleQueue[str | Exception] = SimpleQueue()
 
@@ -127,6 +130,11 @@ class _Role:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
+
+def _load(settings: Sequence[str]) -> Config:
+    """Returns the configuration by ``settings`` alone: actors have other environments and directories."""
+    return sources.load(sets=settings, file=Path(os.devnull), environ={}).config
 
 
 def _free_address() -> str:

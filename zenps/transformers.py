@@ -14,6 +14,7 @@ from zenps.errors import UsageError
 from zenps.worker.process import PROCESS
 from zenps.worker.training.clipping import clip_grad_norm_
 from zenps.worker.training.ddp import CommHookState, comm_hook
+from zenps.worker.training.hazards import check_scaler
 
 __all__ = ["Callback"]
 
@@ -38,7 +39,15 @@ class Callback(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Registers the hook: the model is wrapped by now, and no gradient computed."""
+        """Registers the hook: the model is wrapped by now, and no gradient computed.
+
+        Raises:
+            UsageError: the model is not in DistributedDataParallel, or gradients are scaled (``fp16``) and
+                quantized or sparsified.
+        """
+        scaler = self._trainer.accelerator.scaler
+        if scaler is not None and scaler.is_enabled():
+            check_scaler()
         model = self._trainer.model_wrapped
         model = getattr(model, "_orig_mod", model)  # with torch_compile, DDP is inside the compiled module
         if isinstance(model, DistributedDataParallel):

@@ -1,11 +1,13 @@
-"""Arguments of the Ray cluster that are refused before Ray starts anything."""
+"""Arguments and settings of the Ray cluster, before Ray starts anything."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from zenps.config.settings import Config
 from zenps.errors import ConfigError
 
 
@@ -17,3 +19,16 @@ def test_settings_that_are_no_list_of_strings_are_refused(settings: Any) -> None
 
     with pytest.raises(ConfigError, match=r"sets = .*: expected a list of strings, such as"):
         Cluster(workers=2, settings=settings)
+
+
+def test_settings_of_the_environment_and_of_zenps_toml_are_not_those_of_scheduler_and_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from zenps.ray import Cluster
+
+    (tmp_path / "zenps.toml").write_text("[cluster]\nrendezvous_seconds = 7\n[sync]\ndensity = 2\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZENPS_CLUSTER_RENDEZVOUS_SECONDS", "8")
+    assert Cluster(workers=2)._seconds == Config().cluster.rendezvous_seconds
+    assert Cluster(workers=2, settings=["cluster.rendezvous_seconds=9"])._seconds == 9

@@ -39,7 +39,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeWorld
 
 
 def test_a_second_training_goes_on_with_the_hook_of_the_first(callback_class: Any, world: FakeWorld) -> None:
-    trainer = SimpleNamespace(accelerator=SimpleNamespace())
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=None))
     callback = callback_class(trainer)
     for _ in range(2):  # with another model, Trainer makes another wrapper
         trainer.model_wrapped = DistributedDataParallel(nn.Linear(2, 1))
@@ -54,6 +54,7 @@ def test_a_model_that_is_compiled_gets_the_hook(callback_class: Any, world: Fake
     """As by ``TrainingArguments(torch_compile=True)``."""
     world.ranks = (0, 1)  # type: ignore[assignment]
     wrapped = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager")
-    callback_class(SimpleNamespace(accelerator=SimpleNamespace(), model_wrapped=wrapped)).on_train_begin()
+    accelerator = SimpleNamespace(scaler=None)
+    callback_class(SimpleNamespace(accelerator=accelerator, model_wrapped=wrapped)).on_train_begin()
     wrapped(torch.ones(1, 2)).sum().backward()
     assert world.pushed.total() == 1

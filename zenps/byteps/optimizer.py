@@ -12,6 +12,7 @@ from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
 from zenps.horovod.functions import Params, named
 from zenps.horovod.objects import from_plain, to_plain
+from zenps.worker.collectives.broadcast import broadcast_made
 
 
 class DistributedOptimizer(worker.DistributedOptimizer):
@@ -84,5 +85,5 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Raises:
         UsageError, MismatchError, PeerLostError: as :func:`zenps.broadcast_object`.
     """
-    own = to_plain(obj) if worker.rank() == root_rank else None
-    return from_plain(worker.broadcast_object(own, root_rank, "object" if name is None else name))
+    name = "object" if name is None else name
+    return from_plain(broadcast_made(lambda: to_plain(obj), root_rank, name))

@@ -210,7 +210,9 @@ def _health(args: argparse.Namespace) -> int:
     config = _load_with_scheduler(args)
     from .health import check
 
-    check(config, args.role, rank_from_environment(), args.timeout_seconds)
+    # A scheduler has no rank, though the environment that it shares with other nodes may have one.
+    rank = rank_from_environment() if args.role == "server" else None
+    check(config, args.role, rank, args.timeout_seconds)
     return 0
 
 

@@ -22,8 +22,8 @@ from zenps.config.sources import (
     kernel_threads,
     local_size_from_environment,
 )
-from zenps.errors import ConfigError, DeadlineError, ZenPSError, listing
-from zenps.kernels.native.library import ADVICE, find_library
+from zenps.errors import ConfigError, DeadlineError, listing
+from zenps.kernels.native.library import ADVICE, open_library
 from zenps.keys import load_keys
 from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import bindable, find_host, why_unreachable
@@ -145,9 +145,10 @@ def _kernels(config: Config) -> Check:
     wanted = config.kernels.backend
     if wanted == "torch":
         return Check("kernels", "ok", "torch's")
-    if find_library() is None:
+    opened = open_library()
+    if isinstance(opened, str):
         verdict: Literal["warn", "fail"] = "fail" if wanted == "native" else "warn"
-        return Check("kernels", verdict, "torch's: native ones were not built", ADVICE)
+        return Check("kernels", verdict, f"torch's: native ones {opened}", ADVICE)
     return Check("kernels", "ok", f"native, {kernel_threads(config)} thread(s)")
 
 
@@ -192,7 +193,7 @@ def _keys(config: Config) -> Check:
         return Check("keys", "fail", str(error), "zenps keygen makes keys")
     if keys is None:
         return Check("keys", "ok", "none: for machines that trust one another")
-    return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.owners)} in {keys.file}")
+    return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.listed.owners)} in {keys.listed.file}")
 
 
 def _bind(name: str, host: str | None, port: int, advice: str, known_as: str = "") -> Check:
@@ -236,7 +237,7 @@ def _cluster(config: Config, found: Sequence[LocalCluster]) -> Iterator[Check]:
         return
     try:
         own = config.cluster.host or find_host(address)
-    except ZenPSError as error:
+    except ConfigError as error:
         yield Check("own address", "fail", str(error), "check the name, DNS and the routes of this machine")
         return
     yield _own_address(own, config.cluster.server_port)
@@ -268,7 +269,8 @@ def _scheduler(config: Config, *, is_shared: bool = False) -> Iterator[Check]:
         return
     except DeadlineError as error:
         advice = (
-            f"something else may listen there, or the scheduler of another job than {config.cluster.job!r}"
+            f"something else may listen there, or the scheduler of another job than {config.cluster.job!r}, "
+            "or of another version of ZenPS (zenps --version)"
         )
         yield Check("scheduler", "fail", str(error), advice)
         return

@@ -63,11 +63,11 @@ def environments(
             environment["ZENPS_CLUSTER_REJOIN_SECONDS"] = str(WEEK_SECONDS)
         elif role == "server":
             environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
-        elif role == "worker" and torchrun_env:
+        elif torchrun_env:
             size = str(cluster.workers)
             values = (rank, rank, size, size, _LOOPBACK, master_port)
             environment |= dict(zip(_TORCHRUN, values, strict=True))
-        elif role == "worker":
+        else:
             environment = {key: value for key, value in environment.items() if key not in _TORCHRUN}
             # BytePS's name for the rank, which the supervisor must know to tell whose process has ended.
             environment["DMLC_WORKER_ID"] = rank

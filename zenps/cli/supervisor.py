@@ -225,36 +225,49 @@ class Supervisor:
                     self._report_end(worker)
 
     def _survives(self, failed: Process) -> bool:
-        """True if the job continues without the process.
-
-        Other servers take the slots of a server that was killed. A scheduler that was killed is restarted.
-        The workers of an elastic job continue without one, however it ended.
-        """
-        how = failed.how_it_ended()
+        """True if the job continues without the process."""
         if failed.is_worker:
-            if not (self._config.cluster.is_elastic and self._running("worker")):
-                return False
-            # Without an answer the job continues: if not all have joined, the rendezvous will fail.
-            status = self._report_end(failed)
-            if status is not None and status.state in ("gathering", "failed"):
-                return False
-            self._say(f"{failed.name} ended: {how}; the others continue without it")
-            return True
+            return self._survives_worker(failed)
         if (failed.exit_code or 0) <= SIGNALLED:
             return False
-        if failed.name == "scheduler":
-            self._scheduler_deaths += 1
-            if not self._address or self._scheduler_deaths > MAX_SCHEDULER_DEATHS:
-                return False
-            self._say(f"scheduler ended: {how}; starting it again")
-            self._start("scheduler")
-            return True
-        status = self._report_end(failed)
-        if status is None or status.state == "gathering":
+        return (
+            self._survives_scheduler(failed) if failed.name == "scheduler" else self._survives_server(failed)
+        )
+
+    def _survives_worker(self, failed: Process) -> bool:
+        """The workers of an elastic job continue without one, however it ended."""
+        if not (self._config.cluster.is_elastic and self._running("worker")):
             return False
-        others = self._running("server")
+        # Without an answer the job continues: if not all have joined, the rendezvous will fail.
+        status = self._report_end(failed)
+        if status is not None and status.state in ("gathering", "failed"):
+            return False
+        self._say(f"{failed.name} ended: {failed.how_it_ended()}; the others continue without it")
+        return True
+
+    def _survives_scheduler(self, failed: Process) -> bool:
+        """A scheduler that was killed is started again."""
+        self._scheduler_deaths += 1
+        if not self._address or self._scheduler_deaths > MAX_SCHEDULER_DEATHS:
+            return False
+        self._say(f"scheduler ended: {failed.how_it_ended()}; starting it again")
+        self._start("scheduler")
+        return True
+
+    def _survives_server(self, failed: Process) -> bool:
+        """Other servers, also those that were started by hand, take the slots of one that was killed."""
+        status = self._report_end(failed)
+        has_joined = status is not None and status.state != "gathering"
+        # A scheduler that was started again does not know that all had joined before nodes return to it.
+        if not (has_joined or self._scheduler_deaths):
+            return False
+        nodes = () if status is None else status.nodes
+        present = [node for node in nodes if (node.role, node.state) == ("server", "present")]
+        others = [f"server {node.rank}" for node in present] or self._running("server")
         if others:
-            self._say(f"{failed.name} ended: {how}; {', '.join(others)} will take its slots")
+            self._say(
+                f"{failed.name} ended: {failed.how_it_ended()}; {', '.join(others)} will take its slots"
+            )
         return bool(others)
 
     def _cause(self, failed: Process, until: float) -> Process:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from zenps import worker
 from zenps.errors import UsageError
-from zenps.worker.collectives.broadcast import by_name
+from zenps.worker.collectives.broadcast import broadcast_made, by_name
+from zenps.worker.collectives.tensors import allgather_made
 from zenps.worker.process import PROCESS
 
 from .objects import from_plain, to_plain
@@ -87,8 +88,7 @@ def broadcast_object(
     name = "object" if name is None else name
 
     def work() -> Any:
-        own = to_plain(obj) if worker.rank() == root_rank else None
-        return worker.broadcast_object(own, root_rank, f"horovod/{name}")
+        return broadcast_made(lambda: to_plain(obj), root_rank, f"horovod/{name}")
 
     return from_plain(TURNS.run(["broadcast_object", name], work))
 
@@ -106,7 +106,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """
     name = "object" if name is None else name
     gathered = TURNS.run(
-        ["allgather_object", name], lambda: worker.allgather_object(to_plain(obj), f"horovod/{name}")
+        ["allgather_object", name], lambda: allgather_made(lambda: to_plain(obj), f"horovod/{name}")
     )
     return [from_plain(one) for one in gathered]
 

@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, UsageError
 from zenps.worker.collectives.raw_bytes import DTYPES, as_bytes, from_bytes
 
 _TAG: Final = "zenps.horovod"
 """The only key of a dict that stands for a value of a type that plain data lacks."""
+
+_COLLECTIONS: Final[dict[str, type[Any]]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def to_plain(value: Any) -> Any:
@@ -24,7 +26,17 @@ def to_plain(value: Any) -> Any:
 
     A value without such a form, such as an object of the user's own class, is returned as it is:
     ``zenps.broadcast_object`` and ``zenps.allgather_object`` then raise UsageError on all ranks.
+
+    Raises:
+        UsageError: a tensor has no memory, such as one on the meta device, or a list contains itself.
     """
+    try:
+        return _plain(value)
+    except RuntimeError as error:
+        raise UsageError(f"cannot send {type(value).__name__}: {error}; expected plain data") from error
+
+
+def _plain(value: Any) -> Any:
     match value:
         case Tensor() if value.layout == torch.strided and str(value.dtype) in DTYPES:
             data = as_bytes(value.detach()).numpy().tobytes()
@@ -32,20 +44,20 @@ def to_plain(value: Any) -> Any:
         case np.generic():
             return value.item()
         case tuple() | set() | frozenset():
-            kind = "tuple" if isinstance(value, tuple) else "set"
-            return {_TAG: [kind, [to_plain(item) for item in value]]}
+            kind = next(kind for kind, restored in _COLLECTIONS.items() if isinstance(value, restored))
+            return {_TAG: [kind, [_plain(item) for item in value]]}
         case list():
-            return [to_plain(item) for item in value]
+            return [_plain(item) for item in value]
         case dict() if all(isinstance(key, str | int) and key != _TAG for key in value):
-            return {key: to_plain(item) for key, item in value.items()}
+            return {key: _plain(item) for key, item in value.items()}
         case dict():
-            return {_TAG: ["dict", [[to_plain(key), to_plain(item)] for key, item in value.items()]]}
+            return {_TAG: ["dict", [[_plain(key), _plain(item)] for key, item in value.items()]]}
         case _:
             return value
 
 
 def from_plain(value: Any) -> Any:
-    """Returns what :func:`to_plain` was given; a frozenset returns as a set, a tensor on the CPU.
+    """Returns what :func:`to_plain` was given; a tensor on the CPU.
 
     Raises:
         ProtocolError: ``value`` does not come from :func:`to_plain`.
@@ -70,10 +82,8 @@ def _restore(kind: str, content: Any, shape: Any = None, data: bytes = b"") -> A
             # frombuffer refuses an empty buffer.
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
             return from_bytes(flat, DTYPES[content], shape)
-        case "tuple":
-            return tuple(from_plain(item) for item in content)
-        case "set":
-            return {from_plain(item) for item in content}
+        case "tuple" | "set" | "frozenset":
+            return _COLLECTIONS[kind](from_plain(item) for item in content)
         case "dict":
             return {from_plain(key): from_plain(item) for key, item in content}
         case _:

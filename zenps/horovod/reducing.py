@@ -54,8 +54,8 @@ def allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Begins an allreduce into a new tensor. Arguments and errors are those of :func:`allreduce`."""
-    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
-    return reduction.begin([tensor], name, in_place=False, is_group=False)
+    how = reduce_op(op, average), prescale_factor, postscale_factor
+    return _begin([tensor], name, *how, process_set, in_place=False, is_group=False)
 
 
 def allreduce_async_(
@@ -63,8 +63,8 @@ def allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Begins an allreduce in place: ``tensor`` is overwritten by :func:`synchronize`."""
-    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
-    return reduction.begin([tensor], name, in_place=True, is_group=False)
+    how = reduce_op(op, average), prescale_factor, postscale_factor
+    return _begin([tensor], name, *how, process_set, in_place=True, is_group=False)
 
 
 def grouped_allreduce_async(
@@ -73,8 +73,8 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Begins an allreduce of each tensor; the result is a list."""
-    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
-    return reduction.begin(tensors, name, in_place=False, is_group=True)
+    how = reduce_op(op, average), prescale_factor, postscale_factor
+    return _begin(tensors, name, *how, process_set, in_place=False, is_group=True)
 
 
 def grouped_allreduce_async_(
@@ -83,8 +83,8 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
     """Begins an allreduce of each tensor in place; the result is the list of them."""
-    reduction = _Reducing(reduce_op(op, average), prescale_factor, postscale_factor, process_set)
-    return reduction.begin(tensors, name, in_place=True, is_group=True)
+    how = reduce_op(op, average), prescale_factor, postscale_factor
+    return _begin(tensors, name, *how, process_set, in_place=True, is_group=True)
 
 
 def allreduce_(
@@ -120,40 +120,31 @@ def sparse_allreduce_async(
     return allreduce_async(tensor, name=name, op=op, process_set=process_set)
 
 
-class _Reducing:
-    """An allreduce of some tensors by one operation."""
+def _begin(
+    tensors: Sequence[Tensor], name: str | None, op: ReduceOp, prescale: float, postscale: float,
+    process_set: ProcessSet, *, in_place: bool, is_group: bool,
+) -> Handle:  # fmt: skip
+    """Begins an allreduce of some tensors by one operation."""
+    check_process_set(process_set)
+    names = names_of("allreduce", name, len(tensors), is_group)
+    scaled = [_scaled(tensor.detach(), prescale) for tensor in tensors]
 
-    def __init__(self, op: ReduceOp, prescale: float, postscale: float, process_set: ProcessSet) -> None:
-        check_process_set(process_set)
-        self._op = op
-        self._prescale = prescale
-        self._postscale = postscale
+    def finish(results: Iterable[Tensor]) -> Any:
+        finished = [_scaled(result, postscale) for result in results]
+        return delivered(finished, tensors if in_place else None, is_group)
 
-    def begin(self, tensors: Sequence[Tensor], name: str | None, *, in_place: bool, is_group: bool) -> Handle:
-        names = names_of("allreduce", name, len(tensors), is_group)
-        scaled = [_scaled(tensor.detach(), self._prescale) for tensor in tensors]
-        outputs = tensors if in_place else None
-        if self._op in (Average, Sum):
-            average = self._op is Average
-            parts = [
-                Reduction(tensor, own, average=average) for tensor, own in zip(scaled, names, strict=True)
-            ]
-            described = [
-                [own, description(tensor, average)] for tensor, own in zip(scaled, names, strict=True)
-            ]
-            call = Call([REDUCES, described])
-            return Handle(call, names, lambda: self._finish(_waited(parts), outputs, is_group), parts)
+    if op in (Average, Sum):
+        average, own = op is Average, list(zip(scaled, names, strict=True))
+        parts = [Reduction(tensor, name, average=average) for tensor, name in own]
+        call = Call([REDUCES, [[name, description(tensor, average)] for tensor, name in own]])
+        return Handle(call, names, lambda: finish(_waited(parts)), parts)
 
-        def work() -> list[Tensor]:
-            op: Any = self._op.value
-            return [worker.allreduce(tensor, own, op=op) for tensor, own in zip(scaled, names, strict=True)]
+    def work() -> list[Tensor]:
+        how: Any = op.value
+        return [worker.allreduce(tensor, own, op=how) for tensor, own in zip(scaled, names, strict=True)]
 
-        call = Call([f"allreduce by {self._op.value}", names], work)
-        return Handle(call, names, lambda: self._finish(call.result, outputs, is_group))
-
-    def _finish(self, results: Iterable[Tensor], outputs: Sequence[Tensor] | None, is_group: bool) -> Any:
-        scaled = [_scaled(result, self._postscale) for result in results]
-        return delivered(scaled, outputs, is_group)
+    call = Call([f"allreduce by {op.value}", names], work)
+    return Handle(call, names, lambda: finish(call.result))
 
 
 def _waited(parts: Sequence[Reduction]) -> list[Tensor]:

@@ -29,6 +29,11 @@ def test_every_role_loads_the_number_of_nodes() -> None:
         assert (cluster.workers, cluster.servers) == (3, 2)
 
 
+def test_the_scheduler_alone_waits_for_workers_that_join_again() -> None:
+    seconds = {name: load(environ=each).config.cluster.rejoin_seconds for name, each in of().items()}
+    assert [name for name, each in seconds.items() if each] == ["scheduler"]
+
+
 def test_workers_have_the_variables_of_torchrun() -> None:
     found = of("cluster.workers=2", WORLD_SIZE="8", RANK="7", DMLC_WORKER_ID="7")
     for rank in range(2):
@@ -80,8 +85,21 @@ def test_free_port_and_no_port_stay(port: str) -> None:
 
 
 def test_ports_run_out() -> None:
+    assert len(of("metrics.port=65533", "cluster.workers=1")) == 3
     with pytest.raises(ConfigError, match=r"metrics\.port = 65534"):
         of("metrics.port=65534", "cluster.workers=2")
+
+
+@pytest.mark.parametrize("name", ["scheduler", "operator", "server-0", "worker-1"])
+def test_a_secret_that_is_missing_is_named_before_anything_starts(tmp_path: Path, name: str) -> None:
+    generate(tmp_path / "keys", workers=2, servers=1)
+    (tmp_path / f"keys/{name}.secret").unlink()
+    with pytest.raises(ConfigError, match=rf"{name}\.secret"):
+        of(
+            "cluster.workers=2",
+            f"security.keys={tmp_path}/keys/keys.toml",
+            f"security.secret={tmp_path}/keys",
+        )
 
 
 def test_every_node_needs_its_secret(tmp_path: Path) -> None:

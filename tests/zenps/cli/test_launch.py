@@ -185,24 +185,26 @@ zenps.shutdown()
 """
 
 
+SAYS = {
+    "server": r"server \d ended: killed by signal 9 \(Killed\); server \d will take its slots",
+    "scheduler": r"scheduler ended: killed by signal 9 \(Killed\); starting it again",
+}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("role", "says"),
-    [
-        ("server", r"server \d ended: killed by signal 9 \(Killed\); server \d will take its slots"),
-        ("scheduler", r"scheduler ended: killed by signal 9 \(Killed\); starting it again"),
-    ],
-)
-def test_training_continues_after_a_crash(zenps: Any, role: str, says: str) -> None:
+@pytest.mark.parametrize("roles", [["server"], ["scheduler"], ["scheduler", "server"]], ids=" and ".join)
+def test_training_continues_after_crashes(zenps: Any, roles: list[str]) -> None:
     counts = ("--workers", "2", "--servers", "2", "--set", f"cluster.lease_seconds={LEASE_SECONDS}")
     popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
     for _ in range(2):
         assert "started" in popen.stdout.readline()
-    victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
-    os.kill(victims[0], signal.SIGKILL)
+    for role in roles:
+        victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
+        os.kill(victims[0], signal.SIGKILL)
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 0, err
-    assert re.search(rf"launch    \| {says}", err)
+    for role in roles:
+        assert re.search(rf"launch    \| {SAYS[role]}", err)
     assert "Traceback" not in err
     assert_nothing_is_left(zenps)
 
@@ -370,10 +372,9 @@ def test_second_signal_kills_at_once(zenps: Any) -> None:
     popen.send_signal(signal.SIGINT)
     time.sleep(0.3)
     assert popen.poll() is None
-    begin = time.monotonic()
     popen.send_signal(signal.SIGINT)
-    popen.communicate(timeout=60)
-    assert time.monotonic() - begin < GRACE_SECONDS - 1
+    _, err = popen.communicate(timeout=60)
+    assert "not ended after" not in err, "it waited for the end of the grace"
     assert popen.returncode == 130
     assert_nothing_is_left(zenps)
 

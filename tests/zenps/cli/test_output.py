@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import termios
 import threading
 import time
+import tty
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -80,6 +84,62 @@ def test_prefixes_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
     output.line("worker 12", b"b", is_stderr=False)
     out, err = capfd.readouterr()
     assert (out, err) == ("worker 12 | b\n", "launch    | a\n")
+
+
+@contextlib.contextmanager
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bytes]]:
+    """stdout and stderr are a terminal of 80 columns. Yields what returns all that has come there since."""
+    master, slave = os.openpty()
+    tty.setraw(slave)  # line ends come as they are written
+    termios.tcsetwinsize(slave, (24, 80))
+
+    def shown() -> bytes:
+        # Linux hands bytes over to the other end later, several writes perhaps one by one.
+        os.write(slave, b"\0")
+        came = b""
+        while not came.endswith(b"\0"):
+            came += os.read(master, 65536)
+        return came[:-1]
+
+    with os.fdopen(slave, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", stream)
+        patched.setattr("sys.stderr", stream)
+        yield shown
+    os.close(master)
+
+
+def test_a_terminal_shows_an_unfinished_line_below_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with on_terminal(monkeypatch) as shown:
+        output = Output(["launch", "worker 0"])
+        assert output.columns == 80 - len("worker 0 | ")
+        for _ in range(2):
+            output.unfinished("worker 0", b"10%")
+        assert shown() == b"\r\x1b[Kworker 0 | 10%"
+        output.line("launch", b"x", is_stderr=True)
+        assert shown() == b"\r\x1b[Klaunch   | x\nworker 0 | 10%"
+        output.unfinished("worker 0", b"")
+        output.line("launch", b"y", is_stderr=False)
+        assert shown() == b"\r\x1b[Klaunch   | y\n"
+        output.close()
+        assert shown() == b"\x1b[?25h"
+
+
+def test_prefixes_have_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    reader, writer = os.pipe()
+    with on_terminal(monkeypatch) as shown, os.fdopen(reader, "rb") as pipe:
+        output = Output(["a", "b"])
+        output.line("b", b"x", is_stderr=False)
+        output.unfinished("a", b"y")
+        assert shown() == b"\x1b[32mb | \x1b[0mx\n\r\x1b[K\x1b[36ma | \x1b[0my"
+        with os.fdopen(writer, "w") as stream, monkeypatch.context() as patched:
+            patched.setattr("sys.stderr", stream)
+            output = Output(["a"])
+            assert output.columns is None
+            output.line("a", b"z", is_stderr=True)
+            output.close()
+        assert pipe.read() == b"a | z\n"
 
 
 def test_reader_that_leaves(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

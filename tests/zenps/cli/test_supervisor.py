@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from socket import gethostname
@@ -29,13 +30,12 @@ class Clock:
         return False
 
 
-class Worker:
+class Program:
     """A process that ends by ``end``; the supervisor notices it in its next turn."""
-
-    is_worker = True
 
     def __init__(self, name: str, clock: Clock) -> None:
         self.name = name
+        self.is_worker = name.startswith("worker")
         self.exit_code: int | None = None
         self.signals: dict[int, float] = {}
         self._clock = clock
@@ -55,6 +55,10 @@ class Worker:
         self.signals.setdefault(number, self._clock.now)
 
 
+def node_of(rank: int, state: str, silent_seconds: float, role: str = "worker") -> Any:
+    return SimpleNamespace(role=role, rank=rank, state=state, silent_seconds=silent_seconds, host="", pid=0)
+
+
 def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
     """Two workers, of which worker 0 has left. The scheduler answers after 1 s: this, the state and epoch."""
     clock = Clock()
@@ -62,12 +66,12 @@ def make_job(monkeypatch: pytest.MonkeyPatch, on_worker_loss: str) -> Any:
     sets = ["cluster.workers=2", f"cluster.on_worker_loss={on_worker_loss}"]
     job: Any = Supervisor(load(sets=sets, environ={}).config, [])
     job.clock, job.state, job.epoch = clock, "running", 1
-    left = [SimpleNamespace(role="worker", rank=0, state="left", silent_seconds=1.0, host="", pid=0)]
+    job.left = [node_of(0, "left", 1.0)]
     job._address = b"host:1\n"
-    job._processes = [Worker(name, clock) for name in ("worker 0", "worker 1")]
+    job._processes = [Program(name, clock) for name in ("worker 0", "worker 1")]
     job._read = clock.wait
     job._ask = lambda question: (
-        clock.wait(1.0) or SimpleNamespace(state=job.state, epoch=job.epoch, nodes=left)
+        clock.wait(1.0) or SimpleNamespace(state=job.state, epoch=job.epoch, nodes=job.left)
     )
     return job
 
@@ -99,8 +103,10 @@ def test_settling_is_part_of_the_grace(failing: Any) -> None:
     assert failing._code == 1
 
 
-def test_the_worker_that_left_first_is_the_cause(failing: Any) -> None:
-    settling, failed = failing._processes
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_worker_that_left_first_is_the_cause(failing: Any, first: int) -> None:
+    settling, failed = failing._processes[first], failing._processes[1 - first]
+    failing.left = [node_of(first, "left", 1.0), node_of(1 - first, "left", 0.5), node_of(2, "present", 2.0)]
     failed.end(1)
     failing._read = lambda seconds: failing.clock.wait(seconds) or settling.end(7)
     failing._turn()
@@ -200,18 +206,217 @@ def test_without_an_answer_of_the_scheduler_an_elastic_job_continues(elastic: An
     assert elastic._code is None
 
 
-def test_an_end_is_not_reported_once_another_process_has_the_rank(elastic: Any) -> None:
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_an_end_is_not_reported_once_another_process_has_the_rank(elastic: Any, role: str) -> None:
     """As one that was started by hand in place of a process that had stopped."""
-    node = SimpleNamespace(role="worker", rank=1, host=gethostname(), pid=7)
+    node = SimpleNamespace(role=role, rank=1, host=gethostname(), pid=7)
     asked: list[Any] = []
     elastic._ask = lambda question: asked.append(question) or SimpleNamespace(state="running", nodes=[node])
-    ended = elastic._processes[1]
+    ended: Any = Program(f"{role} 1", elastic.clock)
     ended.is_gone = lambda pid: pid != 7
     elastic._report_end(ended)
     assert asked == [supervisor.fetch]
     node.pid = 8
     elastic._report_end(ended)
-    assert [getattr(question, "func", question) for question in asked[1:]] == [
-        supervisor.fetch,
-        supervisor.report_end,
+    assert asked[1] == supervisor.fetch
+    assert (asked[2].func, asked[2].args) == (supervisor.report_end, (role, 1))
+
+
+@pytest.fixture
+def whole(failing: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A job with a scheduler, two servers and a worker; what it says, and what it starts."""
+    names = ("scheduler", "server 0", "server 1", "worker 0")
+    failing._processes = [Program(name, failing.clock) for name in names]
+    failing.said, failing.started = [], []
+    monkeypatch.setattr(failing, "_say", failing.said.append)
+    monkeypatch.setattr(failing, "_start", failing.started.append)
+    return failing
+
+
+def end(job: Any, name: str, code: int) -> None:
+    """Ends the process of this name that was started last, and has the supervisor notice it."""
+    next(process for process in reversed(job._processes) if process.name == name).end(code)
+    job._turn()
+
+
+@pytest.fixture
+def starting(failing: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A job of two workers whose starts are noted in ``begun``; ``meanwhile`` happens during each."""
+    failing.begun, failing.said, failing._processes = [], [], []
+    failing.meanwhile = lambda: None
+    monkeypatch.setattr(failing, "_say", failing.said.append)
+    failing._output.columns = 70
+    failing._programs = {
+        name: supervisor.Program(name, ["train", name], {"A": "1"}) for name in ("worker 0", "worker 1")
+    }
+
+    def begin(program: Any, guard: object, columns: int | None, inherited_fd: int | None) -> Any:
+        failing.begun.append((*program, columns, inherited_fd))
+        failing.meanwhile()
+        process: Any = Program(program.name, failing.clock)
+        process.pipes = []
+        return process
+
+    monkeypatch.setattr(supervisor, "Process", begin)
+    yield failing
+    failing._output.columns = None
+
+
+def test_a_process_is_started_with_its_command_and_the_scheduler_s_address(starting: Any) -> None:
+    at = {"A": "1", "ZENPS_CLUSTER_SCHEDULER": "host:1"}
+    starting._start("worker 0")
+    starting._start("worker 1", "--more", inherited_fd=9)
+    # The terminal shows one progress bar: that of rank 0.
+    assert starting.begun == [
+        ("worker 0", ["train", "worker 0"], at, 70, None),
+        ("worker 1", ["train", "worker 1", "--more"], at, None, 9),
     ]
+    assert [process.name for process in starting._processes] == ["worker 0", "worker 1"]
+    assert [process.signals for process in starting._processes] == [{}, {}]
+
+
+def test_a_process_that_was_about_to_start_when_a_signal_came_is_told(starting: Any) -> None:
+    starting.meanwhile = lambda: starting.on_signal(signal.SIGTERM)
+    starting._start("worker 0")
+    (process,) = starting._processes
+    assert {*process.signals} == {signal.SIGTERM}
+
+
+def test_a_program_that_cannot_be_started_ends_the_job(starting: Any) -> None:
+    def fail() -> None:
+        raise FileNotFoundError(2, "No such file or directory")
+
+    starting._start("worker 0")
+    starting.meanwhile = fail
+    starting._start("worker 1")
+    assert starting.said == ["worker 1 cannot be started: train: No such file or directory"]
+    assert starting._code == 126
+    assert signal.SIGTERM in starting._processes[0].signals
+
+
+def test_all_that_a_process_had_written_is_read_once_it_has_ended(failing: Any) -> None:
+    """But not waited for: another process may hold the other end for as long as it likes."""
+    reader, writer = os.pipe()
+    fed: list[bytes] = []
+    pipe = SimpleNamespace(fd=reader, read=lambda: os.read(reader, 3))  # as little as a terminal gives
+    failing._pass_on(pipe, SimpleNamespace(feed=fed.append))
+    os.write(writer, b"the last words")
+    del failing._read
+    failing._read_remaining_output()
+    assert b"".join(fed) == b"the last words"
+    os.close(writer)
+    failing._read_remaining_output()
+    assert reader not in failing._selector.get_map()
+
+
+@pytest.mark.parametrize("interrupted", ["", "server 1"])
+def test_what_a_signal_finds_not_started_stays_so(whole: Any, interrupted: str) -> None:
+    names = [process.name for process in whole._processes]
+    whole._programs = dict.fromkeys(names)
+
+    def start(name: str) -> None:
+        whole.started.append(name)
+        if name == interrupted:
+            whole.on_signal(signal.SIGTERM)
+
+    whole._start = start
+    whole._start_others()
+    assert whole.started == (["server 0", "server 1"] if interrupted else names[1:])
+    assert whole.said == ["zenps status --set cluster.scheduler=host:1 shows this cluster"]
+
+
+TAKEN = "server 0 ended: exit code 137; server 1 will take its slots"
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected", "said"),
+    [
+        ("running", 137, None, TAKEN),
+        ("running", 129, None, TAKEN.replace("137", "129")),
+        ("running", 128, 128, "server 0 failed: exit code 128; ending the others"),
+        ("gathering", 137, 137, "server 0 failed: exit code 137; ending the others"),
+        (None, 137, 137, "server 0 failed: exit code 137; ending the others"),
+        ("running", 0, None, None),
+    ],
+)
+def test_a_job_survives_a_server_that_is_killed_once_all_have_joined(
+    whole: Any, state: str | None, code: int, expected: int | None, said: str | None
+) -> None:
+    """Not one that fails by itself: the next would, too."""
+    whole.state = state
+    if state is None:
+        whole._ask = lambda question: None
+    end(whole, "server 0", code)
+    assert whole._code == expected
+    assert whole.said == ([said] if said else [])
+
+
+def test_a_job_ends_with_its_last_server(whole: Any) -> None:
+    end(whole, "server 1", 137)
+    assert whole._code is None
+    end(whole, "server 0", 137)
+    assert whole._code == 137
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_server_and_the_scheduler_may_be_killed_together(whole: Any, answers: bool) -> None:
+    """As by the kernel where memory is short. No node has returned to the new scheduler, if that answers."""
+    whole.state, whole.epoch, whole.left = "gathering", 0, []
+    if not answers:
+        whole._ask = lambda question: None
+    end(whole, "scheduler", 137)
+    end(whole, "server 0", 137)
+    assert whole._code is None
+    assert whole.said[-1] == TAKEN
+    end(whole, "server 1", 137)
+    assert whole._code == 137, "the last server"
+
+
+@pytest.mark.parametrize(("state", "code"), [("present", None), ("lost", 137)])
+def test_a_server_that_was_started_by_hand_takes_the_slots_of_launch_s_last_one(
+    whole: Any, state: str, code: int | None
+) -> None:
+    end(whole, "server 1", 137)
+    whole.left = [node_of(0, "lost", 1.0, "server"), node_of(2, state, 0.0, "server")]
+    end(whole, "server 0", 137)
+    assert whole._code == code
+    assert (whole.said[-1] == TAKEN.replace("server 1", "server 2")) == (code is None)
+
+
+def test_a_scheduler_that_is_killed_is_started_again_a_few_times(whole: Any) -> None:
+    for number in range(1, supervisor.MAX_SCHEDULER_DEATHS + 1):
+        end(whole, "scheduler", 137)
+        assert whole._code is None
+        assert whole.started == number * ["scheduler"]
+        whole._processes.append(Program("scheduler", whole.clock))
+    end(whole, "scheduler", 137)
+    assert whole._code == 137
+    assert len(whole.started) == supervisor.MAX_SCHEDULER_DEATHS
+
+
+@pytest.mark.parametrize(("address", "code"), [(b"host:1\n", 1), (b"", 137), (b"", 0)])
+def test_a_scheduler_that_fails_or_never_began_ends_the_job(whole: Any, address: bytes, code: int) -> None:
+    whole._address = address
+    end(whole, "scheduler", code)
+    assert whole._code == (code or 1)
+    assert whole.started == []
+
+
+def test_a_server_that_ends_well_leaves_its_job_to_the_workers(whole: Any) -> None:
+    for name in ("server 0", "server 1", "scheduler"):
+        end(whole, name, 0)
+        assert whole._code is None
+    end(whole, "worker 0", 0)
+    assert whole._code == 0
+
+
+def test_whatever_does_not_end_is_told_and_then_killed(whole: Any) -> None:
+    whole.on_signal(signal.SIGTERM)
+    told = {process.name: dict(process.signals) for process in whole._processes}
+    assert {*told["server 0"]} == {signal.SIGTERM, signal.SIGCONT}
+    end(whole, "worker 0", 0)  # it waits until the grace is over
+    assert whole.said == ["scheduler, server 0, server 1: not ended after 4 s; sending SIGKILL"]
+    assert all(signal.SIGKILL in process.signals for process in whole._processes[:3])
+    whole.on_signal(signal.SIGINT)  # there is nothing more to send
+    assert whole._code == 128 + signal.SIGTERM
+    assert whole._grace_ends == float("inf")

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zenps.errors import ProtocolError
+from zenps.errors import ProtocolError, UsageError
 from zenps.horovod.objects import from_plain, to_plain
 
 keys = st.integers(-100, 100) | st.text(max_size=3) | st.tuples(st.integers(0, 9), st.text(max_size=2))
 leaves = st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary(max_size=4) | keys
 objects = st.recursive(
-    leaves | st.sets(keys, max_size=3),
+    leaves | st.sets(keys | st.frozensets(keys, max_size=2), max_size=3),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
@@ -66,6 +66,14 @@ def test_what_has_no_plain_form_is_left_to_be_refused(value: Any) -> None:
         msgpack.packb(to_plain([value]))
 
 
+def test_what_cannot_be_made_plain_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    for value, reason in ((torch.empty(2, device="meta"), "Tensor: .*meta"), (endless, "list: .*recursion")):
+        with pytest.raises(UsageError, match=f"cannot send {reason}.*; expected plain data"):
+            to_plain(value)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -77,6 +85,7 @@ def test_what_has_no_plain_form_is_left_to_be_refused(value: Any) -> None:
         ["tensor", 7],
         ["tuple", 3],
         ["set", [[1]]],
+        ["frozenset", [[1]]],
         ["dict", [[1]]],
         ["dict", 1, 2, 3, 4],
     ],

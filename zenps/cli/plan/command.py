@@ -16,10 +16,11 @@ from zenps.errors import ConfigError
 from zenps.observe.recording import read
 from zenps.schemes.traffic import Links
 
-from .planner import DOUBLINGS, MAX_WORKERS, Plan, make_plan, parse_bandwidth, parse_latency
+from .planner import DOUBLINGS, MAX_WORKERS, Plan, make_plan
 from .plots import check_plots, write_plots
 from .printed import show_plan
 from .profile import FEWEST_SAMPLES, profiles
+from .units import parse_bandwidth, parse_latency
 from .written import check_settings, check_writable, ruled_out, write_settings
 
 USUAL_WORKERS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
@@ -12,13 +11,14 @@ import msgspec
 from msgspec import Struct
 
 from zenps.config.settings import SyncConfig
-from zenps.errors import ConfigError, listing
+from zenps.errors import listing
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
 from .sparsified import DENSITY, sparsifier_savings
+from .units import show_bytes, show_seconds
 
 DEFAULT: Final = SyncConfig().scheme
 """Recommended unless another scheme wins by :data:`MARGIN`."""
@@ -252,50 +252,3 @@ def _summary(profile: Profile, links: Links) -> TensorSummary:
         summary.skewness = {parts: profile.skew(parts) for parts in DOUBLINGS}
         summary.imbalance = profile.as_tensor(links).imbalance
     return summary
-
-
-# ── units ───────────────────────────────────────────────────────────────────────────────────────
-
-_BITS: Final = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
-_TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-def parse_bandwidth(text: str) -> float:
-    """Parses ``10Gbit``, ``500Mbit`` or ``64kbit``, all per second, as bytes per second.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    return _parse("--bandwidth", text, _BITS, "10Gbit or 500Mbit") / 8
-
-
-def parse_latency(text: str) -> float:
-    """Parses ``50us``, ``1.5ms`` or ``1s`` as seconds; 0 needs no unit.
-
-    Raises:
-        ConfigError: it is none of these.
-    """
-    return 0.0 if text == "0" else _parse("--latency", text, _TIMES, "50us, 1.5ms or 0")
-
-
-def _parse(option: str, text: str, units: dict[str, float], such_as: str) -> float:
-    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text)
-    value = float(match[1]) * units[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise ConfigError(option, text, f"a number above 0 with a unit, such as {such_as}")
-    return value
-
-
-def show_seconds(seconds: float) -> str:
-    """Writes seconds with three digits, in the unit that suits."""
-    unit, size = next(((unit, size) for unit, size in _TIMES.items() if seconds < 1000 * size), ("s", 1.0))
-    return f"{seconds / size:.3g} {unit}"
-
-
-def show_bytes(count: float) -> str:
-    """Writes bytes in decimal units, as bandwidths are."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zenps.errors import ConfigError
 
 from .planner import Plan
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 
 def check_plots(folder: Path) -> None:
@@ -31,38 +26,27 @@ def check_plots(folder: Path) -> None:
 
 def write_plots(plan: Plan, folder: Path) -> list[Path]:
     """Draws ``seconds.png`` by scheme, and ``densification.png`` and ``skewness.png`` by tensor."""
-    return [
-        _write(folder / "seconds.png", "workers", "seconds a step", lambda axes: _seconds(plan, axes)),
-        _write(
-            folder / "densification.png", "workers", "rows of the union ÷ rows of one worker",
-            lambda axes: _curves({t.tensor: t.densification for t in plan.tensors}, axes),
-        ),
-        _write(
-            folder / "skewness.png", "contiguous ranges", "rows of the fullest ÷ mean",
-            lambda axes: _curves({t.tensor: t.skewness for t in plan.tensors}, axes),
-        ),
-    ]  # fmt: skip
-
-
-def _seconds(plan: Plan, axes: Axes) -> None:
-    curves: dict[str, dict[int, float]] = {}
+    seconds: dict[str, dict[int, float]] = {}
     for prediction in plan.predictions:
-        curves.setdefault(prediction.scheme, {})[prediction.workers] = prediction.seconds
-    _curves(curves, axes)
+        seconds.setdefault(prediction.scheme, {})[prediction.workers] = prediction.seconds
+    densification = {tensor.tensor: tensor.densification for tensor in plan.tensors}
+    skewness = {tensor.tensor: tensor.skewness for tensor in plan.tensors}
+    union, fullest = "rows of the union ÷ rows of one worker", "rows of the fullest ÷ mean"
+    return [
+        _write(folder / "seconds.png", "workers", "seconds a step", seconds),
+        _write(folder / "densification.png", "workers", union, densification),
+        _write(folder / "skewness.png", "contiguous ranges", fullest, skewness),
+    ]
 
 
-def _curves(curves: dict[str, dict[int, float]], axes: Axes) -> None:
-    for name, points in curves.items():
-        if points:
-            axes.plot(list(points), list(points.values()), marker=".", label=name)
-
-
-def _write(file: Path, x: str, y: str, draw: Callable[[Axes], None]) -> Path:
+def _write(file: Path, x: str, y: str, curves: dict[str, dict[int, float]]) -> Path:
     from matplotlib.figure import Figure  # without pyplot, which looks for a display
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    draw(axes)
+    for name, points in curves.items():
+        if points:
+            axes.plot(list(points), list(points.values()), marker=".", label=name)
     axes.set(xscale="log", yscale="log", xlabel=x, ylabel=y)
     if axes.lines:
         axes.legend(fontsize="small")

@@ -7,7 +7,8 @@ import textwrap
 from rich.text import Text
 
 from ..printing import make_table, print_wide, printable
-from .planner import Plan, TensorSummary, show_bytes, show_seconds
+from .planner import Plan, TensorSummary
+from .units import show_bytes, show_seconds
 
 TEXT_COLUMNS = 100
 """The width of a paragraph."""

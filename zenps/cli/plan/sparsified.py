@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from zenps.config.settings import SparsifierConfig
+from zenps.config.settings import SparsifierConfig, SyncConfig
 
 from .profile import Profile
 
-DENSITY: Final = 0.01
-"""The default of ``sync.density``."""
+DENSITY: Final = SyncConfig().density
 
 
 def sparsifier_savings(found: Sequence[Profile], workers: int) -> tuple[float, dict[str, float]]:

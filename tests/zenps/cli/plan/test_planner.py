@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zenps.cli.plan.planner import make_plan, parse_bandwidth, parse_latency, show_bytes, show_seconds
+from tests.zenps.cli.plan.conftest import Trace
+from zenps.cli.plan.planner import make_plan
 from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
 from zenps.config.sources import load
 from zenps.errors import ConfigError
+from zenps.observe.recording import Header, Push
 from zenps.schemes.registry import fixed_schemes
 from zenps.schemes.traffic import Links
 
@@ -39,7 +41,13 @@ def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
     assert plan.scheme == "zenps"
     assert plan.reason.startswith("zenps for 8 workers: ")
     assert "Pulls decide" in plan.reason
-    assert re.search(r"'table': one worker pushes 0\.9\d% of its 50000 rows", plan.reason)
+    assert re.search(
+        r"100% of the bytes are those of 'table': one worker pushes 0\.9\d% of its 50000 rows", plan.reason
+    )
+    first, second, *_ = sorted((p for p in plan.predictions if p.workers == 8), key=lambda p: p.seconds)
+    assert first.scheme == "zenps"
+    ratio = second.seconds / first.seconds
+    assert f"Next is {second.scheme}, which takes {ratio:.2f} times as long: " in plan.reason
     assert [(p.workers, p.scheme) for p in plan.predictions] == [(n, s) for n in COUNTS for s in SCHEMES]
 
 
@@ -68,8 +76,14 @@ def test_where_another_overtakes(made_up: Any) -> None:
     plan = make_plan(found, links(4), [4, 1024])
     assert plan.scheme == "zenps"
     (count,) = [int(word) for word in plan.reason.partition("From ")[2].split()[:1]]
-    before, after = (make_plan(found, links(n), [n]).scheme for n in (count // 2, count))
-    assert before == "zenps" != after
+    before, after = (make_plan(found, links(n), [n]) for n in (count // 2, count))
+    assert before.scheme == "zenps" != after.scheme
+    for each in (plan, before):
+        assert each.reason.endswith(
+            "Up to 2 workers, agsparse is recommended. "
+            f"From {count} workers on, {after.scheme} is recommended."
+        )
+    assert f"Up to {count // 2} workers, zenps is recommended." in after.reason
 
 
 def test_latency_decides_small_tensors(made_up: Any) -> None:
@@ -78,18 +92,34 @@ def test_latency_decides_small_tensors(made_up: Any) -> None:
     assert "Latency decides: 2 rounds of 1 ms" in plan.reason
 
 
-def test_a_note_says_what_a_sparsifier_would_save(made_up: Any) -> None:
-    pushes = made_up(np.full(5000, 0.05), columns=4)
-    dense = [
+def dense(trace: Trace, elements: int, pushed: int) -> Trace:
+    """A dense tensor beside that of a trace: its elements, and how many of them are not zero."""
+    return [
         (
             header,
-            type(push)(
-                tensor="bucket", step=push.step, shape=(10**6,), sparse_dims=0, item_bytes=4, pushed=10**6
+            Push(
+                tensor="bucket", step=push.step, shape=(elements,), sparse_dims=0, item_bytes=4, pushed=pushed
             ),
         )
-        for header, push in pushes
+        for header, push in trace
     ]
-    found, _ = profiles([*pushes, *dense])
+
+
+def test_the_heaviest_tensor_decides(made_up: Any) -> None:
+    rows = made_up(np.full(5000, 0.5), columns=64)
+    light, heavy = (
+        profiles([*rows, *dense(rows, 1000, 1000)])[0],
+        profiles([*rows, *dense(rows, 10**6, 10**6)])[0],
+    )
+    pulled, pushed = (make_plan(found, links(), COUNTS).reason for found in (light, heavy))
+    assert re.search(r"Pulls decide: .* (99|100)% of the bytes are those of 'table': ", pulled)
+    dense_is = "which is dense and travels whole under every scheme"
+    assert re.search(rf"Bytes decide: .* (8|9)\d% of the bytes are those of 'bucket', {dense_is}", pushed)
+
+
+def test_a_note_says_what_a_sparsifier_would_save(made_up: Any) -> None:
+    pushes = made_up(np.full(5000, 0.05), columns=4)
+    found, _ = profiles([*pushes, *dense(pushes, 10**6, 10**6)])
     (note,) = make_plan(found, links(4), COUNTS).notes
     assert note == (
         "of large dense gradients each worker pushes and pulls 8 MB a step; "
@@ -107,6 +137,13 @@ def test_notes_say_what_to_doubt(made_up: Any) -> None:
     (note,) = make_plan(found, links(), COUNTS).notes
     assert "a worker's steps overlap by 0.5" in note
     assert "unions may be larger" in note
+    alike = [(Header(rank=rank, workers=2), push) for rank in range(2) for _, push in steady]
+    (note,) = make_plan(profiles(alike)[0], links(), COUNTS).notes
+    assert re.fullmatch(
+        r"'table': a worker's steps overlap by 0\.0\d, workers by 1\.00; "
+        "steps stand in for workers beyond 2, whose unions may be smaller",
+        note,
+    )
     alone, _ = profiles(steady)
     assert make_plan(alone, links(), COUNTS, ["lr"]).notes == [
         "only one worker was recorded; its steps stand in for other workers",
@@ -114,22 +151,20 @@ def test_notes_say_what_to_doubt(made_up: Any) -> None:
     ]
 
 
-# ── units ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_units() -> None:
-    assert parse_bandwidth("10Gbit") == 1.25e9
-    assert parse_bandwidth("0.5 Mbit") == 62_500
-    assert parse_latency("50us") == pytest.approx(50e-6)
-    assert parse_latency("0") == 0
-    assert [show_seconds(s) for s in (5e-5, 0.0123, 2.0, 4000.0)] == ["50 us", "12.3 ms", "2 s", "4e+03 s"]
-    assert [show_bytes(b) for b in (999, 1.5e6, 2e12)] == ["999 B", "1.5 MB", "2 TB"]
-
-
-@pytest.mark.parametrize("text", ["", "10", "10Gbps", "-1Gbit", "0Gbit", "nanGbit", "1e400Gbit"])
-def test_a_bad_bandwidth_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--bandwidth = .*10Gbit or 500Mbit"):
-        parse_bandwidth(text)
+@pytest.mark.parametrize(
+    ("elements", "share", "says_so"),
+    [(65_540, 0.25, True), (65_536, 0.25, False), (65_540, 0.5, False), (65_540, 1.0, False)],
+)
+def test_a_note_says_that_a_dense_gradient_is_mostly_zeros(
+    elements: int, share: float, says_so: bool, made_up: Any
+) -> None:
+    rows = made_up(np.full(80_000, 0.01), columns=1)
+    found, _ = profiles([*rows, *dense(rows, elements, round(elements * share))])
+    said = [note for note in make_plan(found, links(), COUNTS).notes if "elements are zero" in note]
+    expected = (
+        "'bucket' is dense, but 75% of its elements are zero: is there an embedding without sparse=True?"
+    )
+    assert said == [expected] * says_so
 
 
 # ── the file ────────────────────────────────────────────────────────────────────────────────────

@@ -49,11 +49,11 @@ def test_chances_are_those_of_counting_all_choices(samples: int) -> None:
 
 def test_the_growth_of_a_long_recording_is_found_at_once() -> None:
     samples = 200_000
-    begin = time.monotonic()
+    begin = time.process_time()
     growth = Growth(np.array([1, samples // 2, samples]), samples, 100)
     assert growth.items(1) == pytest.approx(1.5 + 1 / samples)
     assert growth.items(samples) == pytest.approx(3.0)
-    assert time.monotonic() - begin < 1.0
+    assert time.process_time() - begin < 5.0, "20 ms; by counting, hours"
 
 
 @pytest.mark.parametrize("overlap", [0.05, 0.25, 0.9])

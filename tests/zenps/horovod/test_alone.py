@@ -1,0 +1,133 @@
+"""Horovod's names in a world of one worker: arguments, handles, and the names of tensors."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zenps.horovod as hvd
+from zenps.errors import UsageError
+from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("where", ["prescale_factor", "postscale_factor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_factors_multiply_in_float32_or_wider(where: str, dtype: torch.dtype) -> None:
+    given = torch.randn(1000, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(dtype)
+    wide = given.double() if dtype == torch.float64 else given.float()
+    factor: dict[str, Any] = {where: 0.1}
+    assert torch.equal(hvd.allreduce(given, **factor), (wide * 0.1).to(dtype))
+    assert hvd.allreduce(torch.tensor([-7, 7, 1 << 40]), **factor).tolist() == [0, 0, (1 << 40) // 10]
+
+
+def test_results_of_calls_in_place_are_the_tensors_themselves() -> None:
+    whole, half = torch.tensor([4, 7]), torch.tensor([1.5])
+    handle = hvd.grouped_allreduce_async_([whole, half], op=hvd.Sum, postscale_factor=0.5)
+    assert whole.tolist() == [4, 7], "written by synchronize()"
+    first, second = hvd.synchronize(handle)
+    assert first is whole
+    assert second is half
+    assert (whole.tolist(), half.tolist()) == ([2, 3], [0.75])
+    copied = hvd.allreduce_async(half)
+    assert hvd.synchronize(copied) is not half
+    assert hvd.synchronize(copied) is copied(), "the same result each time"
+    assert hvd.allreduce_(half) is half
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Max])
+def test_asynchronous_calls_take_no_part_in_autograd(op: hvd.ReduceOp) -> None:
+    computed = torch.ones(2, requires_grad=True) * 2
+    result = hvd.synchronize(hvd.allreduce_async(computed, op=op))
+    assert result.tolist() == [2, 2]
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Max])
+def test_a_name_is_free_once_its_result_was_waited_for(op: hvd.ReduceOp) -> None:
+    tensor = torch.ones(2)
+    handle = hvd.allreduce_async(tensor, name="x", op=op)
+    for call in (hvd.allreduce_async, hvd.allreduce):
+        with pytest.raises(UsageError, match="'horovod/allreduce/x' is in flight; wait for its result"):
+            call(tensor, name="x", op=op)
+    hvd.allreduce(tensor, name="y", op=op)  # waits for the calls before, too
+    assert hvd.allreduce(tensor, name="x", op=op).tolist() == [1, 1]
+    assert handle().tolist() == [1, 1]
+    grouped = hvd.grouped_allreduce_async([tensor, tensor], name="g")
+    with pytest.raises(UsageError, match=r"'horovod/allreduce/g\.1' is in flight"):
+        hvd.allreduce(tensor, name="g.1")
+    assert hvd.poll(grouped)
+    hvd.allreduce(tensor, name="g.1")
+
+
+def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
+    kept = [hvd.allreduce_async(torch.tensor([number])) for number in range(2 * WINDOW)]
+    assert len(TURNS._unsettled) == WINDOW
+    assert [int(each()) for each in kept] == list(range(2 * WINDOW))
+    for _ in range(2 * WINDOW):
+        hvd.allreduce_async(torch.ones(1))
+    gc.collect()
+    assert len(TURNS._unsettled) <= WINDOW
+
+
+def test_names_of_unnamed_tensors_are_bounded() -> None:
+    assert [TURNS.number_unnamed("a") for _ in range(UNNAMED + 2)] == [*range(UNNAMED), 0, 1]
+    assert TURNS.number_unnamed("b") == 0, "each kind is counted by itself"
+
+
+def test_calls_of_an_earlier_job_are_forgotten() -> None:
+    left = hvd.allreduce_async(torch.ones(1), name="x")
+    hvd.shutdown()
+    assert TURNS._taken == 0, "a rank that had joined has taken more of them"
+    hvd.init()
+    hvd.allreduce(torch.ones(1), name="x")
+    with pytest.raises(hvd.HorovodInternalError, match="left"):
+        left()
+
+
+def test_old_and_new_ways_to_name_an_operation() -> None:
+    tensor = torch.ones(1)
+    for wrong in ({"average": True, "op": hvd.Sum}, {"average": False, "op": hvd.Sum}, {"op": hvd.Adasum}):
+        arguments: dict[str, Any] = wrong
+        with pytest.raises(UsageError):
+            hvd.allreduce(tensor, **arguments)
+    for fine in ({"average": True}, {"average": False}, {"op": hvd.Sum}, {}):
+        arguments = fine
+        assert hvd.allreduce(tensor, **arguments).tolist() == [1]
+
+
+def test_arguments_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+
+    def wrap(**arguments: Any) -> hvd.DistributedOptimizer:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **arguments)
+
+    wrap(op=hvd.Sum)
+    wrap(gradient_predivide_factor=2.0)
+    assert not caplog.records
+    with pytest.raises(UsageError, match="gradient_predivide_factor: expected op=Average"):
+        wrap(op=hvd.Sum, gradient_predivide_factor=2.0)
+    with pytest.raises(UsageError, match="expected Average or Sum"):
+        wrap(op=hvd.Max)
+    with caplog.at_level(logging.WARNING):
+        optimizer = wrap(compression=hvd.Compression.fp16)
+    assert "compression=FP16Compressor: gradients are pushed as they are" in caplog.text
+    assert optimizer._parameter_names == {model.weight: "weight", model.bias: "bias"}
+    gc.collect()
+    wrap()
+    *earlier, _ = [each() for _, each in TURNS._steppers]
+    assert earlier[-1] is optimizer
+    assert None not in earlier, "one that was dropped"

@@ -1,0 +1,56 @@
+"""Units of bandwidth, time and bytes: parses the options of a plan, and writes its numbers.
+
+Units are decimal, as those of networks are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+from zenps.errors import ConfigError
+
+_BITS: Final = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
+_TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parses ``10Gbit``, ``500Mbit`` or ``64kbit``, all per second, as bytes per second.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return _parse("--bandwidth", text, _BITS, "10Gbit or 500Mbit") / 8
+
+
+def parse_latency(text: str) -> float:
+    """Parses ``50us``, ``1.5ms`` or ``1s`` as seconds; 0 needs no unit.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    return 0.0 if text == "0" else _parse("--latency", text, _TIMES, "50us, 1.5ms or 0")
+
+
+def _parse(option: str, text: str, units: dict[str, float], such_as: str) -> float:
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(units)})", text)
+    value = float(match[1]) * units[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError(option, text, f"a number above 0 with a unit, such as {such_as}")
+    return value
+
+
+def show_seconds(seconds: float) -> str:
+    """Writes seconds with three digits, in the unit that suits."""
+    unit, size = next(((unit, size) for unit, size in _TIMES.items() if seconds < 1000 * size), ("s", 1.0))
+    return f"{seconds / size:.3g} {unit}"
+
+
+def show_bytes(count: float) -> str:
+    """Writes bytes with three digits, in the unit that suits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
