@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.server.memory_limit import most_server_bytes
-from zenps.config.settings import MAX_WORKERS
+from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sources import load
 
 ROOT = Path(__file__).parents[2]
@@ -96,12 +96,24 @@ def test_the_base_image_is_pinned_and_the_same_for_compose() -> None:
     assert cluster()["scheduler"]["build"]["args"]["BASE_IMAGE"] == f"${{BASE_IMAGE:-{default_base_image()}}}"
 
 
+def config_of(service: dict[str, Any], **variables: str) -> Config:
+    """As its container reads it, with nothing set where Compose is started."""
+    environment = service["environment"] | variables
+    values = {name: re.sub(r"^\$\{[^:]*:-(.*)\}$", r"\1", str(value)) for name, value in environment.items()}
+    return load(environ=values, file=Path("/dev/null")).config
+
+
+@pytest.mark.parametrize("role", ["scheduler", "server", "worker"])
+def test_a_sum_takes_one_thread_however_many_cores_the_machine_has(role: str) -> None:
+    service = cluster("compose.secure.yaml", "compose.gpu.yaml")[role]
+    assert config_of(service).kernels.threads == 1
+    assert service["environment"]["ZENPS_KERNELS_THREADS"] == "${ZENPS_KERNELS_THREADS:-1}"
+
+
 @pytest.mark.parametrize("workers", [1, 2, 64, MAX_WORKERS])
 def test_servers_have_the_memory_that_their_budget_needs(workers: int) -> None:
     server = cluster()["server"]
-    environment = server["environment"] | {"ZENPS_CLUSTER_WORKERS": str(workers)}
-    values = {name: re.sub(r"^\$\{[^:]*:-(.*)\}$", r"\1", str(value)) for name, value in environment.items()}
-    config = load(environ=values, file=Path("/dev/null")).config
+    config = config_of(server, ZENPS_CLUSTER_WORKERS=str(workers))
     assert config.cluster.workers == workers
     assert most_server_bytes(config) <= int(server["mem_limit"].removesuffix("m")) << 20
 

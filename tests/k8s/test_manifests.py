@@ -274,6 +274,7 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
     spec = {name: jobs(file)[name]["spec"] for name in ROLES}
     counts = {name: spec[name].get("replicas", spec[name].get("completions")) for name in ROLES}
     assert counts == {"scheduler": 1, "server": config.cluster.servers, "worker": config.cluster.workers}
+    assert config.kernels.threads == 1  # or as many as the node has cores, whatever the pod requests
     own = container(file, role)
     ports = {port["name"]: port["containerPort"] for port in own["ports"]}
     expected = {"metrics": config.metrics.port}
