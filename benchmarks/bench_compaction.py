@@ -175,8 +175,8 @@ def zipf_ids(case: Case, device: torch.device) -> Tensor:
 def placed(name: str, rows: int, servers: int, device: torch.device) -> tuple[Layout, DeviceLayout]:
     """The balanced layout over that many servers, on the host and on the device."""
     ranks = range(servers)
-    cache = LayoutCache(strategy("balanced"), 7, rebalance(None, ranks), ranks, 0)
-    layout = cache.get(name, rows, 1)
+    cache = LayoutCache(7, rebalance(None, ranks), ranks, 0)
+    layout = cache.get(strategy("balanced"), name, rows, 1)
     return layout, device_layout_on(layout, device)
 
 

@@ -18,7 +18,7 @@ from sync_report import Machine, describe_machine, find_versions
 
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.tracker import Membership
-from zenps.server.reducers.base import AllreduceOutcome
+from zenps.server.reducers.base import AllreduceOutcome, Answer
 from zenps.server.rounds.states import HeldPush, Reduce
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.connections import LOOK_SECONDS, MAX_SHARE, _bytes_received
@@ -180,7 +180,7 @@ def measure_server(workers: int) -> Server:
         pushing += seconds_of(push)
         (last,) = reduced
         result, empty = Result(1, "t", step, 0, 256, "none"), memoryview(b"")
-        outcome = AllreduceOutcome((result, (empty,)))
+        outcome = AllreduceOutcome([Answer(result, [empty])], 256)
         replying += seconds_of(lambda last=last, outcome=outcome: rounds.finish(last.key, outcome, 0.0))
     message = Push(1, 0, "t", ROUNDS, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True)
     rounds.on_push(HeldPush(peers[0], message, None, 1024), float(ROUNDS))
@@ -233,7 +233,9 @@ members sends the view, which names all nodes, to each of them. The view is enco
 once for workers: encoding grows with n, and the bytes on the network with n².
 
 A server's work for one push, and for one answer, does not depend on the number of workers. A round has
-a push of each worker, so its work and its bytes grow with the number of workers. A look for messages
+a push of each worker, so its work and its bytes grow with the number of workers. A tick, here with one
+round open, looks through the workers for one round only; for each other round it takes some microseconds,
+however many workers there are. A look for messages
 without end asks the kernel about each connection, ten times a second; where that would take more than
 {share:.0%} of the server's thread, looks come less often.
 """

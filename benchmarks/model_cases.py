@@ -33,7 +33,7 @@ from zenps.kernels.gpu.threshold_compact import threshold_compact
 SERVERS = 16
 DENSE_ELEMENTS = 214_000_000  # DeepFM's embeddings in Zen (OSDI'25, Table 2)
 ROWS, COLUMNS, UNIQUE = 1_000_000, 64, 0.33
-"""Of a million look-ups by Zipf's law in a table of ten million rows, a third are different."""
+"""As many of a million look-ups by Zipf's law in a table of ten million rows are different."""
 BUCKET_ELEMENTS = 1 << 20
 """Of float32 in ``sync.bucket_bytes``."""
 FAR_ROWS = 1 << 33
@@ -110,7 +110,10 @@ def _thinned(dtype: torch.dtype, size: Size) -> Prepared:
 
 
 def _ids(size: Size) -> Tensor:
-    """Look-ups of which :data:`UNIQUE` are different, some of them often."""
+    """Look-ups of which :data:`UNIQUE` are different: one of each, others with a probability ∝ rank^(-2/3).
+
+    That is less skewed than Zipf's law with exponent 1.
+    """
     rows, unique = size.rows, int(UNIQUE * size.rows)
     repeated = (torch.rand(rows - unique, device=size.device) ** 3 * unique).long()
     ids = torch.cat([torch.arange(unique, device=size.device), repeated])

@@ -19,7 +19,7 @@ MIN_ROWS = 100
 
 def measured(output: Path, *options: str) -> list[dict[str, Any]]:
     command = [sys.executable, str(BENCHMARKS / "bench_codecs.py"), "--json", str(output), *options]
-    subprocess.run(command, check=True, capture_output=True, timeout=110)
+    subprocess.run(command, check=True, capture_output=True, timeout=220)
     sets: list[dict[str, Any]] = json.loads(output.read_text())["sets"]
     return sets
 

@@ -86,7 +86,7 @@ def test_an_interrupted_run_leaves_nothing(tmp_path: Path) -> None:
     slow = ("--hosts", "2", "--mbit", "1", "--workloads", "lstm")  # a step takes minutes
     command = [sys.executable, str(BENCHMARK), *slow, "--json", str(tmp_path / "net.json")]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
-        eventually(lambda: len({*NAMESPACES.glob("*")} - before) > 2)
+        eventually(lambda: len({*NAMESPACES.glob("*")} - before) > 2, 60)
         running.send_signal(signal.SIGINT)  # to it alone, not to what it has started
         assert running.wait(timeout=AT_ONCE_SECONDS)
     eventually(lambda: before >= {*NAMESPACES.glob("*")}, AT_ONCE_SECONDS)

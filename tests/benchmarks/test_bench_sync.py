@@ -15,7 +15,7 @@ WAYS = {"zenps", "gloo dense", "gloo sparse", "gloo gather"}
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=220, check=False)
 
 
 @pytest.mark.long

@@ -170,7 +170,7 @@ def served(status: Status) -> Iterator[str]:
 
     def answer() -> None:
         while not end.wait(0.02):
-            if shown.has_questions:
+            if shown.has_question:
                 shown.answer(status)
 
     thread = threading.Thread(target=answer)

@@ -18,7 +18,6 @@ from tests.chaos.workers import lose_with_gloo
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 def test_weights_keep_their_bits_while_servers_and_the_scheduler_are_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

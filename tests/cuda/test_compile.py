@@ -105,7 +105,7 @@ def test_nvcc_compiles_them_too(source: str) -> None:
         written.write_text(stub, encoding="utf-8")
         flags = (*OPTIONS, "-cubin", "-arch=sm_90", "-Werror", "all-warnings")
         command = ["nvcc", *flags, str(written), "-o", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
         written.unlink()
         assert done.returncode == 0, done.stderr
 

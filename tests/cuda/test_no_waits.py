@@ -44,8 +44,8 @@ class NoWaiting(TorchDispatchMode):
 
 
 def device_layout_of(rows: int) -> DeviceLayout:
-    cache = LayoutCache(strategy("balanced"), 7, rebalance(None, [0, 1]), [0, 1], 0)
-    return device_layout_on(cache.get("weight", rows, 1), torch.device("cpu"))
+    cache = LayoutCache(7, rebalance(None, [0, 1]), [0, 1], 0)
+    return device_layout_on(cache.get(strategy("balanced"), "weight", rows, 1), torch.device("cpu"))
 
 
 LAYOUT = device_layout_of(1000)

@@ -20,7 +20,7 @@ FAILED = 1
 
 @pytest.fixture(scope="module")
 def reruns() -> Iterator[dict[Sanitizer, Rerun]]:
-    """A process for each sanitizer, started on first use."""
+    """A process for each sanitizer, started on first use, and again after one that took too long."""
     running: dict[Sanitizer, Rerun] = {}
     yield running
     for rerun in running.values():
@@ -30,7 +30,7 @@ def reruns() -> Iterator[dict[Sanitizer, Rerun]]:
 @pytest.fixture
 def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rerun:
     sanitizer: Sanitizer = request.param
-    if sanitizer not in reruns:
+    if sanitizer not in reruns or reruns[sanitizer].is_closed:
         reruns[sanitizer] = Rerun(sanitizer)
     return reruns[sanitizer]
 

@@ -125,6 +125,37 @@ def test_lightning_tells_of_a_hook_that_it_ignores(tmp_path: Path) -> None:
     assert "strategy=zenps.lightning.Strategy()" in log
 
 
+SCALED = """
+from types import SimpleNamespace
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+import zenps as zps
+from zenps.errors import UsageError
+from zenps.lightning import Strategy
+from zenps.transformers import Callback
+from zenps.worker.process import PROCESS
+
+zps.init()
+PROCESS.world.keeps_residuals = True
+scaler = torch.amp.GradScaler("cpu")
+trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler))
+strategy = Strategy(precision_plugin=MixedPrecision("16-mixed", "cpu", scaler))
+for begin in (Callback(trainer).on_train_begin, strategy.configure_ddp):
+    try:
+        begin()
+    except UsageError as error:
+        print("refused:", error)
+"""
+
+
+def test_scaled_gradients_that_leave_residuals_are_refused() -> None:
+    assert (
+        run([sys.executable, "-c", SCALED]).count("refused: GradScaler: expected sync.sparsifier = none") == 2
+    )
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

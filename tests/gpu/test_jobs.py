@@ -92,7 +92,6 @@ def compare(
             torch.testing.assert_close(on_gpu[name], weight, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -108,6 +107,5 @@ def test_training_on_a_gpu_is_that_on_the_cpu(settings: dict[str, object]) -> No
     compare(settings, train_on_both)
 
 
-@pytest.mark.timeout(240)
 def test_the_hook_of_ddp_on_a_gpu_is_that_on_the_cpu(tmp_path: Path) -> None:
     compare({}, train_by_hook_on_both, tmp_path / "store")

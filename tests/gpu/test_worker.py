@@ -46,7 +46,7 @@ DEADLINE_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def accelerator() -> CudaAccelerator:
-    return CudaAccelerator(torch.device("cuda", 0), 1 << 30, DEADLINE_SECONDS)
+    return CudaAccelerator(torch.device("cuda", 0), DEADLINE_SECONDS)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_a_result_does_not_wait_for_gradients_that_came_later(accelerator: CudaA
 
 
 def test_what_is_pushed_lies_where_servers_of_this_host_read() -> None:
-    accelerator = CudaAccelerator(torch.device("cuda", 0), 1 << 30, DEADLINE_SECONDS)
+    accelerator = CudaAccelerator(torch.device("cuda", 0), DEADLINE_SECONDS)
     arena = Arena(1 << 26)
     try:
         pool = accelerator.pinned_in(arena)

@@ -244,10 +244,10 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         self.workers.append(worker)
         return worker
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = DEADLINE_SECONDS) -> list[Any]:
         """What ``function(*args)`` returns on each rank; all ranks and the cluster must end well."""
         workers = [self.start(function, *args, rank=rank) for rank in range(self.size)]
-        results = [worker.result() for worker in workers]
+        results = [worker.result(seconds) for worker in workers]
         self.drain()
         return results
 

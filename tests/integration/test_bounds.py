@@ -232,11 +232,11 @@ def test_an_admin_client_that_never_reads_gets_no_more_answers(training: dict[st
 
 # ── a worker that pushes and never reads ────────────────────────────────────────────────────────
 
-# Whole granules in one chunk, and large enough to be sent by reference.
-ELEMENTS = 157 * 256
+# Whole granules in one chunk: one that is sent by reference, and one that is copied.
+ELEMENTS = [157 * 256, 31 * 256]
 
 
-def push_until_told(sent: Path) -> object:
+def push_until_told(sent: Path, elements: int) -> object:
     """Rank 0: rounds with a rank that never reads; returns how the last ended, and the slowest one's time.
 
     ``sent`` grows by a byte with each round that it begins.
@@ -246,7 +246,7 @@ def push_until_told(sent: Path) -> object:
         with sent.open("ab") as file:
             file.write(b".")
         begin = time.monotonic()
-        handle = zps.push_pull_async(torch.ones(ELEMENTS), "vector")
+        handle = zps.push_pull_async(torch.ones(elements), "vector")
         result = attempt(handle.wait)
         if isinstance(result, Raised):
             return result, number, slowest
@@ -255,7 +255,12 @@ def push_until_told(sent: Path) -> object:
 
 
 def stall(
-    address: str, settings: Sequence[str], begun: Path, stop: threading.Event, told: list[FromServer]
+    address: str,
+    settings: Sequence[str],
+    begun: Path,
+    elements: int,
+    stop: threading.Event,
+    told: list[FromServer],
 ) -> None:
     """Rank 1, by hand: registers, beats, pushes the rounds that rank 0 has ``begun``, and takes no answer.
 
@@ -271,11 +276,11 @@ def stall(
         socket.setsockopt(zmq.RCVBUF, 8192)
         socket.setsockopt(zmq.SNDTIMEO, 200)
         socket.connect(view.servers[0].address)
-        values = torch.ones(ELEMENTS).numpy().tobytes()
+        values = torch.ones(elements).numpy().tobytes()
         frames = [memoryview(values)]
 
         def message(step: int) -> list[bytes | memoryview]:
-            size = (ELEMENTS,), ELEMENTS, 1, ELEMENTS
+            size = (elements,), elements, 1, elements
             push = Push(1, 1, "vector", step, 0, 1, "dense", "float32", *size, "none", True)
             return [encode(JOB, push, frames), *frames]
 
@@ -299,7 +304,9 @@ def stall(
         link.leave()
 
 
-def test_a_worker_that_never_reads_is_dropped_and_named_and_told_so() -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("elements", ELEMENTS)
+def test_a_worker_that_never_reads_is_dropped_and_named_and_told_so(elements: int) -> None:
     settings = {
         "cluster.server_budget_bytes": 32 * MIB,
         "cluster.max_message_bytes": 512 * KIB,
@@ -307,10 +314,10 @@ def test_a_worker_that_never_reads_is_dropped_and_named_and_told_so() -> None:
     }
     with Cluster(2, 1, settings=settings) as cluster:
         begun = cluster._path / "begun"
-        first = cluster.start(push_until_told, begun, rank=0)
+        first = cluster.start(push_until_told, begun, elements, rank=0)
         stop, told = threading.Event(), list[FromServer]()
         sets = [f"{name}={value}" for name, value in cluster._settings.items()]
-        thread = threading.Thread(target=stall, args=(cluster.address, sets, begun, stop, told))
+        thread = threading.Thread(target=stall, args=(cluster.address, sets, begun, elements, stop, told))
         thread.start()
         try:
             cluster.await_state("running")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -110,6 +111,31 @@ def broadcast_laid_out_state() -> tuple[int, ...]:
     return stride
 
 
+def train_with_values() -> tuple[str, list[tuple[Any, ...]]]:
+    """The error of a value that cannot be sent, and the values of each rank's own, twice."""
+    torch.manual_seed(zps.rank())
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3 + zps.rank())
+    refused = attempt(zps.TrainingState, model, [optimizer], what=object()).text
+    random.seed(zps.rank())
+    state = zps.TrainingState(
+        model,
+        [optimizer],
+        epoch=zps.rank(),
+        schedule=scheduler.state_dict(),
+        sources=(random.getstate(), {"cpu": [torch.get_rng_state()]}),
+    )
+    seen = []
+    for _ in range(2):
+        scheduler.load_state_dict(state.schedule)
+        random.setstate(state.sources[0])
+        torch.set_rng_state(state.sources[1]["cpu"][0])
+        seen.append((state.epoch, scheduler.step_size, random.random(), torch.rand(1).item()))
+        state.sync()
+    return refused, seen
+
+
 def broadcast_what_differs() -> dict[str, Any]:
     here = zps.rank() == 1
     cases = {
@@ -153,13 +179,25 @@ def run_all() -> dict[str, Any]:
     results["laid out"] = broadcast_laid_out_state()
     results["differs"] = broadcast_what_differs()
     results["one"] = broadcast_what_one_rank_cannot()
-    return results | {"broadcast": broadcast(), "objects": broadcast_objects()}
+    results |= {"broadcast": broadcast(), "objects": broadcast_objects()}
+    return results | {"values": train_with_values()}
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
     with Cluster(settings={"cluster.deadline_seconds": 10}) as cluster:
         return cluster.run(run_all)
+
+
+def test_values_of_a_training_may_be_states_of_schedulers_and_of_random_numbers(
+    results: list[dict[str, Any]],
+) -> None:
+    (refused, seen), (also_refused, seen_too) = (outcome["values"] for outcome in results)
+    assert "expected plain data" in refused
+    assert "rank 0 had nothing to broadcast" in also_refused
+    assert seen == seen_too
+    assert seen[0] == seen[1], "of the same states"
+    assert seen[0][:2] == (0, 3)
 
 
 @pytest.mark.parametrize("root", [0, 1])
@@ -189,6 +227,7 @@ def test_ranks_with_other_parameters(results: list[dict[str, Any]], case: str, h
         assert isinstance(error, Raised), error
         assert error.kind == "MismatchError"
         assert "rank(s) 1 have other parameters than rank 0" in error.text
+        assert error.text.endswith("; give all ranks the same names, shapes and dtypes")
         assert (how in error.text) == (rank == 1)
 
 

@@ -56,7 +56,6 @@ def train(path: Path) -> dict[int, Step]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(110)
 def test_sparsifiers_go_on_when_a_worker_joins(tmp_path: Path) -> None:
     settings = {
         "cluster.on_worker_loss": "continue",

@@ -274,6 +274,7 @@ def test_a_rank_that_comes_too_late_is_named() -> None:
         first, second = (worker.result() for worker in workers)
     assert first.kind == "DeadlineError"
     assert "step 2: not averaged with rank(s) 1" in first.text
+    assert first.text.endswith("; see their logs")
     assert second.kind in ("PeerLostError", "DeadlineError")
 
 

@@ -23,7 +23,7 @@ Example = Callable[[str], ModuleType]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-DEADLINE_SECONDS = 100.0
+DEADLINE_SECONDS = 200.0
 
 SMALL_LSTM = ["--vocabulary", "4000", "--width", "64", "--samples", "256", "--batch", "4"]
 SMALL_NMT = ["--words", "60", "--width", "32", "--samples", "40", "--batch", "32", "--lr", "0.01"]

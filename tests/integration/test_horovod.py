@@ -74,6 +74,7 @@ def gradients() -> dict[str, Tensor]:
 def refusals() -> dict[str, Any]:
     number = torch.ones(1)
     largest = torch.ones(1, requires_grad=True)
+    without_memory = torch.empty(1, device="meta")
     return {
         "adasum": attempt(hvd.allreduce, number, op=hvd.Adasum),
         "both": attempt(hvd.allreduce, number, average=True, op=hvd.Sum),
@@ -85,6 +86,8 @@ def refusals() -> dict[str, Any]:
         "optimizer": attempt(hvd.DistributedOptimizer, torch.optim.SGD([largest]), op=hvd.Max),
         "comm": attempt(hvd.init, comm=object()),
         "object": attempt(hvd.broadcast_object, object(), 1),
+        "no memory": attempt(hvd.broadcast_object, without_memory, 1),
+        "no memory anywhere": attempt(hvd.allgather_object, [without_memory, 0][hvd.rank()]),
         "shape": attempt(hvd.allreduce, torch.ones(2 + hvd.rank())),
         "dtype": attempt(hvd.allreduce, number.to([torch.uint8, torch.int32][hvd.rank()])),
         "op differs": attempt(hvd.allreduce, number, op=[hvd.Min, hvd.Max][hvd.rank()]),
@@ -171,6 +174,12 @@ def test_gradients(results: list[dict[str, Any]]) -> None:
         ("optimizer", "UsageError", "expected Average or Sum"),
         ("comm", "UsageError", "one group, that of all workers"),
         ("object", "UsageError", "expected plain data"),
+        ("no memory", "UsageError", "rank 1 had nothing to broadcast: UsageError: cannot send Tensor"),
+        (
+            "no memory anywhere",
+            "UsageError",
+            "rank(s) 0 had nothing to gather: UsageError: cannot send Tensor",
+        ),
         ("shape", "MismatchError", "(3,)"),
         ("dtype", "MismatchError", "dense int32 (1,)"),
         ("op differs", "MismatchError", "max"),

@@ -123,7 +123,7 @@ def at_every_point(kind: str, stride: int) -> int:
 def test_an_interrupt_at_any_instruction_loses_nothing(kind: str) -> None:
     with Cluster(workers=1, servers=2) as cluster:
         (interrupted,) = cluster.run(at_every_point, kind, 3)
-    assert interrupted > 10
+    assert interrupted > 5  # fewer on Python 3.13, which looks for signals at fewer instructions
 
 
 def at_random_times(count: int) -> int:

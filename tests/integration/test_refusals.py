@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "TensorError",
         "(70, 90)",
     ),
-    "too many rows": (lambda: zps.push_pull(table(2**62, 1), "x"), "TensorError", "expected less than"),
+    "too many rows": (lambda: zps.push_pull(table(2**62, 1), "x"), "TensorError", "; divide the table"),
     "second init": (
         lambda: zps.init(sets=["sync.seed=7"]),
         "UsageError",
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "object not plain": (
         lambda: zps.broadcast_object({"x": object()}),
         "UsageError",
-        "expected plain data",
+        "expected plain data: None, bool, int, float, str, bytes, and lists and dicts of these",
     ),
 }
 
@@ -251,3 +251,38 @@ def test_ranks_that_differ_in_kind_are_refused_by_every_scheme(settings: dict[st
             assert "sparse" in refused.text
             assert torch.equal(outcome[f"after {name}"], second.to_dense())
             assert torch.equal(first.to_dense(), second.to_dense())
+
+
+def step_with_a_tied_table(uses: Sequence[tuple[bool, bool]]) -> list[Any]:
+    """For each step the error, or whether the table's average is sparse; it uses the table sparse, dense."""
+    table, results = torch.nn.Embedding(4, 2, sparse=True), list[Any]()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0))
+    for is_sparse, is_dense in uses:
+        optimizer.zero_grad()
+        rows = [table(torch.tensor([0]))] if is_sparse else []
+        torch.cat([*rows, table.weight] if is_dense else rows).sum().backward()
+        stepped = attempt(optimizer.step)
+        results.append(stepped.text if stepped else table.weight.grad.is_sparse)
+    return results
+
+
+def tie() -> dict[str, list[Any]]:
+    sparse, dense, both = (True, False), (False, True), (True, True)
+    other = dense if zps.rank() else sparse
+    return {
+        "at first": step_with_a_tied_table([other]),
+        "later": step_with_a_tied_table([sparse, other, sparse, both]),
+        "dense by then": step_with_a_tied_table([both, other]),
+    }
+
+
+def test_a_table_that_is_tied_on_some_ranks_only_is_an_error_with_advice() -> None:
+    with Cluster() as cluster:
+        for results in cluster.run(tie):
+            (refused,) = results["at first"]
+            assert "dense on 1 rank(s), sparse by 1 dimension(s) on 1 rank(s)" in refused
+            assert refused.endswith("and sparse=False for a table that is tied to a dense layer")
+            first, refused, *others = results["later"]
+            assert (first, *others) == (True, True, False)
+            assert "rank(s) 1 pushed dense at present (use sparse=False for a tied table)" in refused
+            assert results["dense by then"] == [False, False]

@@ -11,6 +11,7 @@ import socket as net
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +114,7 @@ def test_rank_is_that_of_the_key(keys: Path) -> None:
         assert [worker.result() for worker in workers] == [1, 0]
         cluster.drain()
         for rank, server in enumerate(cluster.servers):
-            assert f"server {rank} e1: epoch 1" in server.log
+            assert f"server {rank} e1: owns" in server.log
 
 
 # ── a secured cluster under siege ───────────────────────────────────────────────────────────────
@@ -212,7 +213,7 @@ def strangers(tmp_path: Path, siege: Siege) -> Keys:
     public, secret = zmq.curve_keypair()
     known = siege.cluster.keys("operator")
     assert known is not None
-    return Keys(known.file, "worker-0", public, secret, known.owners)
+    return replace(known, name="worker-0", public=public, secret=secret)
 
 
 def push_as(rank: int) -> Push:

@@ -878,10 +878,11 @@ def test_a_state_of_something_else_is_refused(tmp_path: Path, tensors: str, reas
     with Cluster(RANKS, settings=settings) as cluster:
         refused = cluster.run(load_wrong_states, tmp_path, tensors)[1]
     assert [each.kind for each in refused] == ["UsageError"] * 4
+    advice = "as here; load on each rank what it has saved, in a job with the same settings"
     assert [each.text for each in refused[:3]] == [
-        "sparsifier state: sparsifier is 'topk', expected 'exdyna', as here",
-        "sparsifier state: rank is 7, expected 1, as here",
-        "sparsifier state: world is 9, expected 3, as here",
+        f"sparsifier state: sparsifier is 'topk', expected 'exdyna', {advice}",
+        f"sparsifier state: rank is 7, expected 1, {advice}",
+        f"sparsifier state: world is 9, expected 3, {advice}",
     ]
     assert reason in refused[3].text
 
@@ -895,4 +896,6 @@ def load_anything() -> Any:
 def test_without_a_sparsifier_there_is_no_state() -> None:
     with Cluster(1, 1) as cluster:
         (refused,) = cluster.run(load_anything)
-    assert refused.text == "sparsifier state: expected none, because no gradient is sparsified here"
+    assert refused.text.endswith(
+        "no gradient is sparsified here; set sync.sparsifier as in the job that saved it"
+    )

@@ -398,6 +398,40 @@ def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, saved_a
     assert_bits(found)
 
 
+def train_with_a_layer_that_is_unused(directory: Path, begin: int) -> State:
+    """Trains to step 4, whose gradients have one layer only; loads first, or saves at step 2."""
+    path = directory / "saved.pt"
+    model = nn.ParameterDict({"used": torch.zeros(8, 8), "unused": torch.zeros(8, 8)})
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters())
+    if begin:
+        saved = torch.load(path)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        zps.load_sparsifier_state_dict(saved["sparsifier"])
+    for step in range(begin, 4):
+        if step == 2 and not begin:
+            state = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
+            torch.save(state | {"sparsifier": zps.sparsifier_state_dict()}, path)
+        optimizer.zero_grad()
+        loss = model["used"].sum()
+        if step < 3:
+            loss = loss + 9 * model["unused"].sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    optimizer.drain()
+    return state_of(model)
+
+
+def test_a_loaded_residual_of_an_unused_layer_is_applied(tmp_path: Path) -> None:
+    """With a delay of one step, step 3 is the first that pushes what step 1 has left of the layer."""
+    chosen = settings(1, sync__sparsifier="topk", sync__density=0.25, sparsifier__least_bytes=0)
+    found = []
+    for begin in (0, 2):
+        with Cluster(1, 1, chosen) as cluster:
+            found += cluster.run(train_with_a_layer_that_is_unused, tmp_path, begin)
+    assert_bits(found)
+
+
 def test_a_loaded_state_may_be_that_of_a_job_without_a_delay(tmp_path: Path) -> None:
     state = torch.optim.SGD(make_model().parameters(), 0.25).state_dict()
     with Cluster(1, settings=settings(1)) as cluster:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -172,3 +173,44 @@ def test_a_step_that_does_not_use_a_parameter_loses_nothing_of_it() -> None:
         ((applied, kept, gradients),) = cluster.run(train_with_a_pause)
     assert kept.any()
     torch.testing.assert_close(applied + kept, gradients)
+
+
+class Dot(nn.Module):
+    """Of two parameters with two gradients, which are the same in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.gradients = [torch.randn(50, 40) for _ in range(2)]
+        self.first, self.last = (nn.Parameter(torch.zeros(50, 40)) for _ in range(2))
+
+    def forward(self) -> Tensor:
+        first, last = self.gradients
+        return (self.first * first).sum() + (self.last * last).sum()
+
+
+def train_with_ddp(store: Path) -> tuple[int, Tensor, Tensor, Tensor]:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=zps.rank(), world_size=zps.size())
+    model = Dot()
+    ddp, state = nn.parallel.DistributedDataParallel(model), zps.CommHookState()
+    ddp.register_comm_hook(state, zps.comm_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    dist.destroy_process_group()
+    kept = torch.cat([each.view(-1) for each in state._residuals._tables.values()])
+    applied = -torch.cat([model.last.detach().view(-1), model.first.detach().view(-1)])
+    return len(state._pushed), applied, kept, 4 * torch.stack(model.gradients[::-1]).view(-1)
+
+
+def test_ddp_keeps_and_pushes_the_errors_of_one_layout_of_its_buckets(tmp_path: Path) -> None:
+    """It never uses the first one again: errors of that one would be lost, and take memory for good."""
+    with Cluster(2, settings={"sync.values": "int8"}) as cluster:
+        results = cluster.run(train_with_ddp, tmp_path / "store")
+    for layouts, applied, kept, gradients in results:
+        assert layouts == 2
+        assert kept.any()
+        assert kept.shape == gradients.shape
+        torch.testing.assert_close(applied + kept, gradients)

@@ -24,10 +24,7 @@ RANKS, STEPS, BATCH = 3, 20, 32
 TABLES = np.array([1000, 300, 40])
 WIDTH, DENSE = 16, 13
 
-pytestmark = [
-    pytest.mark.skipif(not SOURCES, reason="TEST_UPSTREAM names no folder with DLRM's sources"),
-    pytest.mark.timeout(120),
-]
+pytestmark = pytest.mark.skipif(not SOURCES, reason="TEST_UPSTREAM names no folder with DLRM's sources")
 
 
 def dlrm() -> ModuleType:

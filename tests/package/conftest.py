@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "constraints.txt"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def call(command: Sequence[str | Path], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs a program as a user of the package does: nothing leads to the checkout."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("ZENPS_")}
-    environment |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), **variables}
+    environment |= {"PIP_CONSTRAINT": str(CONSTRAINTS), **variables}
     return subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
@@ -67,8 +69,35 @@ def wheel(dist: Path) -> Path:
 @pytest.fixture(scope="session")
 def bin_of_installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of a fresh environment, in which the wheel and what it depends on are installed."""
-    folder = tmp_path_factory.mktemp("installed")
+    return _install(tmp_path_factory.mktemp("installed"), CONSTRAINTS, wheel)
+
+
+@pytest.fixture(scope="session")
+def bin_of_oldest(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment with the oldest dependencies that the package allows, and pytest."""
+    folder = tmp_path_factory.mktemp("oldest")
+    constraints = folder / "oldest.txt"
+    constraints.write_text(oldest_constraints())
+    return _install(folder, constraints, wheel, "pytest", "pytest-timeout", "hypothesis")
+
+
+def oldest_constraints() -> str:
+    """Returns the constraints with the oldest versions that setup.cfg allows.
+
+    Except torch's: the index has its oldest one only for CUDA, gigabytes of it.
+    """
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    oldest = dict(line.split(">=") for line in setup["options"]["install_requires"].split())
+    del oldest["torch"]
+    lines = CONSTRAINTS.read_text("utf-8").splitlines()
+    others = [line for line in lines if line.partition("==")[0].lower().replace("_", "-") not in oldest]
+    return "\n".join([*others, *(f"{name}=={version}" for name, version in oldest.items())])
+
+
+def _install(folder: Path, constraints: Path, *packages: str | Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True, timeout=120)
-    done = call([folder / "bin/python", "-m", "pip", "install", wheel], folder)
+    command = [folder / "bin/python", "-m", "pip", "install", *packages]
+    done = call(command, folder, PIP_CONSTRAINT=str(constraints))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "bin"

@@ -10,6 +10,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from tests.package.conftest import ROOT, call
 from tests.tree import modules
 
@@ -91,11 +93,15 @@ def test_installed_package_is_complete(bin_of_installed: Path, tmp_path: Path) -
     assert re.search(r"kernels +native, ", doctor.stdout)
 
 
-def test_readme_s_example_runs_on_a_cluster(bin_of_installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("programs", ["bin_of_installed", "bin_of_oldest"])
+def test_readme_s_example_runs_on_a_cluster(
+    programs: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(programs)
     example = (ROOT / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
     (tmp_path / "train.py").write_text(example)
-    launch = [bin_of_installed / "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
-    done = call([*launch, bin_of_installed / "python", "train.py"], tmp_path)
+    launch = [folder / "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
+    done = call([*launch, folder / "python", "train.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert f"worker {rank}  | rank {rank} of 2: Stats(" in done.stdout
@@ -124,3 +130,10 @@ def test_command_says_its_version(bin_of_installed: Path, wheel: Path, tmp_path:
         [bin_of_installed / "zenps", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout == f"zenps {wheel.name.split('-')[1]}\n"
+
+
+def test_oldest_dependencies_do(bin_of_oldest: Path) -> None:
+    """The tests of what calls them, from the checkout: they are not in the package."""
+    tests = [f"tests/zenps/{folder}" for folder in ("codecs", "config", "observe", "wire")]
+    done = call([bin_of_oldest / "pytest", "-q", *tests], ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr

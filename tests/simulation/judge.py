@@ -135,7 +135,7 @@ class Judge:
             return "the quorum was lost"
         if "were lost within one round" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
-        if "had to be forgotten" in reason:
+        if "the sum with its push dropped" in reason:
             return "a round was lost with a worker and its outcome"
         others = [other for other in self._simulation.workers if other.view and other is not worker]
         if not any(self._is_heard(other) for other in others):

@@ -177,6 +177,7 @@ class Member(Node):
         if self.now - self._heard > self.simulation.cluster.rendezvous_seconds:
             self.end("the scheduler is lost")
             return
+        self.registration.on_beat()
         epoch, incarnation = self.view.epoch if self.view else 0, self.registration.incarnation
         self.send(SCHEDULER, Heartbeat(epoch, {}, {}, self.watermark, incarnation=incarnation))
 
@@ -194,7 +195,8 @@ class Member(Node):
         self._heard = self.now
         match message:
             case WhoAreYou(incarnation=incarnation):
-                self.send(SCHEDULER, self.registration.again(incarnation))
+                if (register := self.registration.answer(incarnation)) is not None:
+                    self.send(SCHEDULER, register)
             case View():
                 self.registration.follow(message)
                 if self.view is None or message.epoch > self.view.epoch:

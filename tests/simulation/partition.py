@@ -150,6 +150,7 @@ class Partition:
     def _beat(self, peer: Peer) -> None:
         peer.next_beat = self.now + LEASE_SECONDS / 4
         epoch = peer.view.epoch if peer.view else 0
+        peer.registration.on_beat()
         self._send(peer, Heartbeat(epoch, {}, incarnation=peer.registration.incarnation))
 
     def _send(self, peer: Peer, message: ToScheduler) -> None:
@@ -182,7 +183,8 @@ class Partition:
             return
         match message:
             case WhoAreYou(incarnation=incarnation):
-                self._send(peer, peer.registration.again(incarnation))
+                if (register := peer.registration.answer(incarnation)) is not None:
+                    self._send(peer, register)
             case View():
                 peer.registration.follow(message)
                 if peer.view is None or message.epoch > peer.view.epoch:

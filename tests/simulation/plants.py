@@ -290,8 +290,9 @@ class _HastyBarriers(Barriers):
 
 
 class _HastyJob(Job):
-    def _new_barriers(self) -> Barriers:
-        return _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
+    def _begin_generation(self, generation: int, now: float, reason: str = "") -> None:
+        super()._begin_generation(generation, now, reason)
+        self.barriers = _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
 
 
 class LetsOneThrough(Membership):

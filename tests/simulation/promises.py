@@ -69,10 +69,10 @@ class Promises:
         assert worker.view is not None
         others = [other for other in self._simulation.workers if other.view and other is not worker]
         for other in others:
-            if any(
-                self._is_member(other, member) for member in worker.view.workers
-            ):  # the first of a job may die before the second gets its view
-                return other.job
+            assert other.view is not None
+            is_member = any(self._is_member(other, member) for member in worker.view.workers)
+            if is_member or other.view.origin == worker.view.origin:
+                return other.job  # the first of a job may die before the second gets its view
         keeps_state = self._simulation.script.scenario == "continue"
         if others and not any(
             other.is_alive or (keeps_state and other.training.has_state) for other in others

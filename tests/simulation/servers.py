@@ -37,22 +37,17 @@ class SimulatedOutcome(Outcome):
     """The same units for every rank, in fragments of ``message_units``."""
 
     def __init__(self, result: Result, values: dict[int, Any], message_units: int) -> None:
-        self._size_bytes = Frame(values).nbytes
+        self.size_bytes = Frame(values).nbytes
         cuts = cut_fragments(0, len(values), message_units)
         units = list(values)
-        answers = []
+        self._answers = []
         for fragment, (begin, end) in enumerate(cuts):
             frame: Any = Frame({unit: values[unit] for unit in units[begin:end]})
             message = structs.replace(result, rows=end - begin, fragment=fragment, fragments=len(cuts))
-            answers.append(Answer(message, [frame]))
-        self._answer = structs.replace(answers[0], others=answers[1:])
+            self._answers.append(Answer(message, [frame]))
 
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    def reply(self, rank: int) -> Answer:
-        return self._answer
+    def reply(self, rank: int) -> Sequence[Answer]:
+        return self._answers
 
 
 class Server(MemberNode):

@@ -500,6 +500,24 @@ ONCE_FAILED = [
         message_units=1,
         pods=True,
     ),
+    # Of a new job's two pods one ends before the other has its view, and there is a left-over server.
+    Script(
+        seed=1115,
+        workers=2,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        faults=(
+            Fault(at=0.0, kind="crash server", target=1, seconds=6.0),
+            Fault(at=0.0, kind="crash worker in a push", target=0, seconds=1.0),
+        ),
+        scenario="fail",
+        left_over=True,
+        message_units=4,
+        pods=True,
+    ),
 ]
 
 
@@ -601,23 +619,24 @@ def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_alive", "has_state", "seen", "job"),
+    ("is_alive", "has_state", "seen", "origin", "job"),
     [
-        (False, False, (1001,), 2),
-        (True, False, (1001,), 1),
-        (False, True, (1001,), 1),
-        (False, False, (1000, 1001), 1),
+        (False, False, (1001,), 8, 2),
+        (True, False, (1001,), 8, 1),
+        (False, True, (1001,), 8, 1),
+        (False, False, (1000, 1001), 8, 1),
+        (False, False, (1001,), 7, 1),
     ],
-    ids=["all are dead", "one lives", "one had the state", "one is of the same view"],
+    ids=["all are dead", "one lives", "one had the state", "one is of the same view", "of one scheduler"],
 )
 def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
-    is_alive: bool, has_state: bool, seen: tuple[int, ...], job: int
+    is_alive: bool, has_state: bool, seen: tuple[int, ...], origin: int, job: int
 ) -> None:
     simulation: Any = SimpleNamespace(workers=[], script=Script(scenario="continue"))
     promises = Promises(simulation)
 
-    def worker(pid: int, seen: tuple[int, ...]) -> Any:
-        view = SimpleNamespace(workers=[SimpleNamespace(pid=pid) for pid in seen])
+    def worker(pid: int, seen: tuple[int, ...], origin: int) -> Any:
+        view = SimpleNamespace(workers=[SimpleNamespace(pid=pid) for pid in seen], origin=origin)
         training = SimpleNamespace(has_state=has_state)
         made = SimpleNamespace(pid=pid, is_pod=False, view=view, is_alive=is_alive, training=training)
         made.is_called = lambda member: member.pid == pid
@@ -625,12 +644,12 @@ def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
         made.job = promises.job_of(made)
         return made
 
-    assert worker(1000, (1000,)).job == 1
-    assert worker(1001, seen).job == job
+    assert worker(1000, (1000,), 7).job == 1
+    assert worker(1001, seen, origin).job == job
 
 
 def test_another_job_that_begins_while_members_of_the_last_live_is_found() -> None:
-    script = replace(random_script(12, "continue"), budget_bytes=BUDGETS[0])
+    script = replace(random_script(1046, "continue"), budget_bytes=BUDGETS[2])
     with pytest.raises(Violation, match="but before"):
         Simulation(script, Parts(membership=BeginsAnew)).run()
     Simulation(script).run()

@@ -41,7 +41,6 @@ def run(runs: int, **parts: Any) -> Counter[str]:
     return counts
 
 
-@pytest.mark.timeout(120)
 def test_one_half_at_most_trains_on() -> None:
     counts = run(RUNS)
     assert counts["rounds"] > 100 * RUNS
@@ -49,7 +48,6 @@ def test_one_half_at_most_trains_on() -> None:
     assert counts["went on"] > RUNS / 20
 
 
-@pytest.mark.timeout(120)
 def test_without_a_quorum_both_halves_train_on() -> None:
     with pytest.raises(Violation, match="has ended with"):
         run(RUNS, membership=GoesOnWithAny)

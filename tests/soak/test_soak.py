@@ -7,7 +7,6 @@ import pytest
 from tests.soak.soak import Report, Sample, soak
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.long
 def test_nothing_grows_in_a_thousand_steps() -> None:
     report = soak(1000, every_seconds=0.1)

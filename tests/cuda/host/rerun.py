@@ -71,11 +71,11 @@ class Rerun:
             start_new_session=True,
         )
 
-    def run(self, tests: Sequence[str], sources: Path | None = None, timeout_seconds: float = 100) -> Outcome:
+    def run(self, tests: Sequence[str], sources: Path | None = None, timeout_seconds: float = 220) -> Outcome:
         """Runs tests, given as pytest's arguments, with the kernels of the folder ``sources``.
 
         Raises:
-            TimeoutError: they took longer than ``timeout_seconds``; the process is gone.
+            TimeoutError: they took longer than ``timeout_seconds``; the process is closed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -89,7 +89,13 @@ class Rerun:
         status = int(self._process.stdout.readline() or -signal.SIGKILL)
         return Outcome(status, self._output.read_text(encoding="utf-8", errors="replace"))
 
+    @property
+    def is_closed(self) -> bool:
+        return self._process.returncode is not None
+
     def close(self) -> None:
+        if self.is_closed:
+            return
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate(timeout=10)
         self._output.unlink(missing_ok=True)
