@@ -52,10 +52,12 @@ choice.
 bounds is refused with the field, the value and what is allowed; the command then ends with exit code 2.
 A setting whose name ends in `_bytes` also takes a string such as `"8MiB"` (KiB, MiB, GiB, TiB).
 
-The scheduler refuses a worker that differs from it in one of these, and a server that differs in
-SERVERS ([why](decisions/0010-settings-must-equal.md)):
+The scheduler refuses a worker that differs from it in one of these
+([why](decisions/0010-settings-must-equal.md)):
 
 SHARED.
+
+It refuses a server that differs in SERVERS.
 """
 
 METRICS = """\
@@ -93,7 +95,8 @@ DIAGRAMS: dict[str, dict[str, Transitions[Any, Any]]] = {
 def configuration() -> str:
     """docs/configuration.md."""
     shared = ", ".join(f"`{name}`" for name in shared_settings(Config()))
-    on_servers = " or ".join(f"`{name}`" for name in server_settings(Config()))
+    *some, last = (f"`{name}`" for name in server_settings(Config()))
+    on_servers = f"{', '.join(some)} or {last}"
     lines = [CONFIGURATION.replace("SHARED", textwrap.fill(shared, 110)).replace("SERVERS", on_servers)]
     for section, struct in get_type_hints(Config).items():
         lines += [f"## {section}", "", struct.__doc__, ""]
