@@ -31,7 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "zenps.kernels": ("base", "cpu gpu", "native", "*"),
     "zenps.schemes": ("*", "builtin", "registry", "costs"),
-    "zenps.partition": ("keyspace ring", "placing strategies", "layout", "device_layout"),
+    "zenps.partition": ("keyspace ring", "placing ranges strategies", "layout", "device_layout"),
     "zenps.wire": ("*", "shared_memory"),
     "zenps.worker": (
         "core",

@@ -20,6 +20,7 @@ from tests.worker.encode.test_transfer import (
     aggregate,
     encoded_by,
     make_layout,
+    make_ranges,
     sparse,
     synchronize,
 )
@@ -32,8 +33,8 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.transfer import Sharding, Transfer
-from zenps.worker.encode.accelerator import CudaAccelerator, OnDevices
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
+from zenps.worker.encode.accelerator import CudaAccelerator
+from zenps.worker.encode.dense import DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.staged import StagedDense, empty_on
@@ -184,13 +185,12 @@ def test_what_is_pushed_lies_where_servers_of_this_host_read() -> None:
 @pytest.mark.parametrize("count", [70_000, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_dense(accelerator: CudaAccelerator, dtype: torch.dtype, count: int, servers: list[int]) -> None:
-    layout = make_layout("parallel", count, DENSE_GRANULE, servers, 1 << 20)
-    orders = OnDevices(granule_order, lambda order: (order,))
-    coder, order = Unchanged(dtype), partial(orders.of, accelerator)
+    layout = make_ranges(count, servers)
+    coder = Unchanged(dtype)
 
     def begin(tensor: Tensor) -> Transfer:
         sharding, there = Sharding(layout, 2, 0), tensor.cuda()
-        staged = StagedDense(there, sharding, True, coder, order, accelerator, accelerator.pinned)
+        staged = StagedDense(there, sharding, True, coder, accelerator, accelerator.pinned)
         return prepared(staged, accelerator)
 
     for _ in range(3):
@@ -209,11 +209,10 @@ def test_a_device_rounds_a_dense_gradient_as_the_cpu(
     accelerator: CudaAccelerator, form: ValueForm, count: int
 ) -> None:
     """Bit for bit, with what was rounded off before, and with values that are no numbers."""
-    layout = make_layout("parallel", count, DENSE_GRANULE, [0, 1, 2], 1 << 20)
+    layout = make_ranges(count, [0, 1, 2])
     sharding = Sharding(layout, 2, 0) if count > 20_000 else Sharding(None, 1, 0)
     size = layout.size if sharding.layout else count
-    orders, codec = OnDevices(granule_order, lambda order: (order,)), VALUE_CODECS[form]
-    order = partial(orders.of, accelerator)
+    codec = VALUE_CODECS[form]
     here, there = torch.zeros(size, 1), torch.zeros(size, 1, device="cuda")
     host = Quantizer(codec, here, BufferPool(0).empty)
     device = Quantizer(codec, there, partial(empty_on, accelerator.device))
@@ -222,7 +221,7 @@ def test_a_device_rounds_a_dense_gradient_as_the_cpu(
         if step == 2:
             tensor[5], tensor[700] = float("inf"), float("-inf")
         pool = accelerator.pinned
-        staged = StagedDense(tensor.cuda(), sharding, True, device, order, accelerator, pool)
+        staged = StagedDense(tensor.cuda(), sharding, True, device, accelerator, pool)
         transfer = prepared(staged, accelerator)
         on_the_cpu: Transfer
         if sharding.layout:
@@ -255,18 +254,17 @@ def test_residuals_of_dense_gradients_are_on_the_device(form: ValueForm) -> None
 @pytest.mark.usefixtures("_no_device_wide_wait")
 @pytest.mark.parametrize("form", ["same", *VALUE_CODECS])
 def test_a_dense_gradient_is_moved_without_waiting(accelerator: CudaAccelerator, form: ValueForm) -> None:
-    """No call waits for the device, also where the order of granules is copied there."""
+    """No call waits for the device."""
     torch.cuda.set_sync_debug_mode("default")
-    layout = make_layout("parallel", 70_000, DENSE_GRANULE, [0, 1, 2], 1 << 20)
-    orders = OnDevices(granule_order, lambda order: (order,))
+    layout = make_ranges(70_000, [0, 1, 2])
     tensor = torch.randn(70_000, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    codec, order = value_codec(form, 1, is_dense=True), partial(orders.of, accelerator)
+    codec = value_codec(form, 1, is_dense=True)
     empty = partial(empty_on, accelerator.device)
     coder = Unchanged(tensor.dtype) if codec is None else Quantizer(codec, None, empty)
     sharding, pool = Sharding(layout, 2, 0), accelerator.pinned
-    transfer = prepared(StagedDense(tensor, sharding, True, coder, order, accelerator, pool), accelerator)
+    transfer = prepared(StagedDense(tensor, sharding, True, coder, accelerator, pool), accelerator)
     absorb_all(transfer, aggregate([transfer], average=False))
     result = transfer.finish()
     torch.cuda.set_sync_debug_mode("default")

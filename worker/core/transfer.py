@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zenps.codecs.base import CodecName, ValueForm
 from zenps.partition.layout import Layout
+from zenps.partition.ranges import ServerRanges
 from zenps.wire.blocks import PHASES
 from zenps.wire.fields import Kind
 from zenps.wire.messages import Result
@@ -39,7 +40,8 @@ class Sharding(NamedTuple):
     """How a ring distributes a tensor over servers and chunks.
 
     Attributes:
-        layout: of rows or elements; None if the tensor goes whole to ``home``.
+        layout: the servers' ranges of positions; for a sparse tensor, also the map from its rows to them.
+            None if the tensor goes whole to ``home``.
         chunks: the number of chunks of each server's range; the same on all ranks.
         home: the server whose chunk 0 is pushed even if it is empty. There a mismatch of shapes is detected
             even if ranks push to different servers because of it.
@@ -50,13 +52,19 @@ class Sharding(NamedTuple):
         max_rows: the most rows that servers take in one message.
     """
 
-    layout: Layout | None
+    layout: ServerRanges | None
     chunks: int
     home: int
     ring_epoch: int = 0
     slot: int = 0
     message_rows: int = 1 << 62
     max_rows: int = 1 << 62
+
+    @property
+    def row_layout(self) -> Layout:
+        """The layout of a sparse tensor."""
+        assert isinstance(self.layout, Layout)
+        return self.layout
 
     def ranges(self) -> dict[tuple[int, int], ChunkRange]:
         """Returns the chunk ranges to push, by server and chunk. In order they cover all positions."""
@@ -336,8 +344,7 @@ def dense_bytes(elements: int, item_bytes: int) -> int:
 def sparse_report(transfer: OneRound, progress: Progress) -> Report:
     """Returns the report of a sparse tensor, which also counts rows."""
     encoded = transfer.encoded
-    layout = encoded.sharding.layout
-    assert layout is not None
+    layout = encoded.sharding.row_layout
     by_server = dict.fromkeys(layout.servers, 0)
     for chunk in encoded.chunks:
         by_server[chunk.server] += chunk.rows

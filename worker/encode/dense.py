@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from zenps.buffers import BufferPool
 from zenps.errors import PeerLostError, ProtocolError
-from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
@@ -18,11 +17,8 @@ from ..core.transfer import Answer, EncodedChunk, EncodedTensor, OneRound, Shard
 from .quantizer import Empty, ValueCoder
 from .sparse import Ranges
 
-# Elements of a dense tensor that go to the same server: copying 1 KiB runs of float32 is as fast as copying
-# one long run, and a bucket of 4 MiB still fills all 4096 slots.
+# Elements of a dense tensor that go to the same server: whole runs of elements that share a scale.
 DENSE_GRANULE = 256
-
-CPU = torch.device("cpu")
 
 _NOTHING = memoryview(b"")
 
@@ -90,16 +86,15 @@ class WholeTransfer(OneRound):
 
 
 class GranuleTransfer(OneRound):
-    """A strided tensor of any shape, flattened and split over all servers in granules.
+    """A strided tensor of any shape, flattened and split over all servers, in its own order.
 
     Args:
         shape, dtype: of the tensor.
         sharding: how elements are distributed, in granules of :data:`DENSE_GRANULE`.
-        values: the encoded granules in order of position, on the CPU; frames are slices of this memory. None
-            if this rank's values are not part of the sum: it only pulls the result.
+        values: the encoded granules, on the CPU; frames are slices of this memory. None if this rank's values
+            are not part of the sum: it only pulls the result.
         coder: of the values.
-        empty: makes the memory for what is pulled and for the result, on the CPU or a device.
-        order: returns :func:`granule_order`, in such memory.
+        empty: makes the memory for the result, on the CPU or a device.
     """
 
     def __init__(
@@ -110,14 +105,12 @@ class GranuleTransfer(OneRound):
         values: Tensor | None,
         coder: ValueCoder,
         empty: Empty,
-        order: Callable[[Layout], Tensor],
     ) -> None:
-        assert sharding.layout is not None
         self.rows_given = shape.numel()
         self._coder = coder
         self._contributes = values is not None
-        self._empty, self._order = empty, order
-        self._layout, self._ranges = sharding.layout, sharding.ranges()
+        self._empty = empty
+        self._ranges = sharding.ranges()
         self._is_root_lost = False
         granule_bytes = coder.size_bytes(DENSE_GRANULE, 1)
         data = None if values is None else tensor_bytes(values)
@@ -134,18 +127,18 @@ class GranuleTransfer(OneRound):
         )
 
     def restart(self, encoded: EncodedTensor) -> None:
-        assert encoded.sharding.layout is not None
-        self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
+        self._ranges = encoded.sharding.ranges()
         self._is_root_lost = False
         self.encoded = encoded
 
     @cached_property
     def _pulled(self) -> Tensor:
-        """The sums in order of position. Kept when the ring changes: answers cover all positions of any ring.
+        """The sums. Kept when the ring changes: answers cover all positions of any ring.
 
         Made at the first answer, because a device may have no memory to spare for all tensors in flight.
         """
-        return self._empty((self._layout.size,), self.encoded.dtype)
+        assert self.encoded.sharding.layout is not None
+        return self._empty((self.encoded.sharding.layout.size,), self.encoded.dtype)
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         result = answer.result
@@ -167,12 +160,7 @@ class GranuleTransfer(OneRound):
         """
         if self._is_root_lost:
             raise RootLostError
-        result = self._pulled
-        if not self._layout.keeps_order:
-            result = self._empty((self._layout.size,), self.encoded.dtype)
-            granules = self._pulled.view(-1, DENSE_GRANULE)
-            result.view(-1, DENSE_GRANULE)[self._order(self._layout)] = granules
-        return result[: self.rows_given].view(self.encoded.shape)
+        return self._pulled[: self.rows_given].view(self.encoded.shape)
 
 
 class DenseTransfer(GranuleTransfer):
@@ -188,14 +176,11 @@ class DenseTransfer(GranuleTransfer):
     def __init__(
         self, tensor: Tensor, sharding: Sharding, pool: BufferPool, contributes: bool, coder: ValueCoder
     ) -> None:
-        layout, values = sharding.layout, None
-        assert layout is not None
+        assert sharding.layout is not None
+        values = None
         if contributes:
-            # Encoded before it is reordered: adjacent elements of the tensor have a common scale, which must
-            # not depend on the ring.
-            data = coder.encode(padded(tensor, layout.size, pool.empty)[:, None])
-            values = _in_position_order(data, coder.size_bytes(DENSE_GRANULE, 1), layout, pool)
-        super().__init__(tensor.shape, tensor.dtype, sharding, values, coder, pool.empty, granule_order)
+            values = coder.encode(padded(tensor, sharding.layout.size, pool.empty)[:, None])
+        super().__init__(tensor.shape, tensor.dtype, sharding, values, coder, pool.empty)
 
 
 def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int) -> list[EncodedChunk]:
@@ -203,8 +188,8 @@ def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int)
 
     Args:
         ranges: of the tensor's sharding.
-        values: the granules in order of position, ``granule_bytes`` each; frames are slices of this memory.
-            None if this rank does not contribute.
+        values: the granules, ``granule_bytes`` each; frames are slices of this memory. None if this rank does
+            not contribute.
     """
     chunks = []
     for each in ranges.values():
@@ -217,11 +202,6 @@ def encode_values(ranges: Ranges, values: memoryview | None, granule_bytes: int)
     return chunks
 
 
-def granule_order(layout: Layout, device: torch.device = CPU) -> Tensor:
-    """Returns the numbers of all granules of a dense tensor in order of position: int64, on ``device``."""
-    return layout.granule_order(0, layout.size // DENSE_GRANULE).to(device, non_blocking=True)
-
-
 def padded(tensor: Tensor, size: int, empty: Empty) -> Tensor:
     """Returns a flat copy of a strided tensor in memory of ``empty``, padded with zeros."""
     count = tensor.numel()
@@ -229,16 +209,6 @@ def padded(tensor: Tensor, size: int, empty: Empty) -> Tensor:
     copy[:count].view(tensor.shape).copy_(tensor.detach())
     copy[count:].zero_()
     return copy
-
-
-def _in_position_order(data: Tensor, granule_bytes: int, layout: Layout, pool: BufferPool) -> Tensor:
-    """Returns the granules, ``granule_bytes`` each, in order of position."""
-    if layout.keeps_order:
-        return data
-    ordered = pool.empty(tuple(data.shape), torch.uint8)
-    out = ordered.view(-1, granule_bytes)
-    torch.index_select(data.view(-1, granule_bytes), 0, granule_order(layout), out=out)
-    return ordered
 
 
 def _check_dense(result: Result, frames: Sequence[memoryview], span: int) -> None:

@@ -106,9 +106,8 @@ class StagedSparse(Staged, OneRound):
         super().__init__(accelerator)
 
     def restart(self, encoded: EncodedTensor) -> None:
-        layout = encoded.sharding.layout
-        assert layout is not None
-        self._layout, self._device_layout = layout, self._device_layout_of(layout)
+        self._layout = encoded.sharding.row_layout
+        self._device_layout = self._device_layout_of(self._layout)
         self.encoded, self._ranges = encoded, encoded.sharding.ranges()
         self._pulled.clear()
         self._faults.clear()

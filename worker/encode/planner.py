@@ -24,7 +24,7 @@ from ..core.request import Request, table_shape
 from ..core.transfer import Transfer, Transform
 from .accelerator import Accelerator, Accelerators, OnDevices
 from .blocks import BlockTransfer
-from .dense import CPU, DenseTransfer, WholeTransfer, granule_order
+from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedSparse
 from .quantizer import UNCHANGED, Quantizer, ValueCoder
 from .sharder import Sharder
@@ -55,7 +55,6 @@ class Planner:
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators = Accelerators(config.cluster.patience_seconds)
         self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
-        self._granule_orders = OnDevices(granule_order, lambda order: (order,))
 
     def count_names(self, request: Request) -> int:
         """Returns how many names the tensor's rounds take: one for each stream.
@@ -118,8 +117,7 @@ class Planner:
         coder = self._coder(request, sharding.layout.size if sharding.layout else tensor.numel(), 1)
         if gpu is not None:
             pool = gpu.pinned_in(None if options.purpose == "broadcast" else arena)
-            order = partial(self._granule_orders.of, gpu)
-            return StagedDense(tensor, sharding, options.contributes, coder, order, gpu, pool)
+            return StagedDense(tensor, sharding, options.contributes, coder, gpu, pool)
         if sharding.layout is None:
             return WholeTransfer(tensor, sharding, options.contributes, coder)
         pool = self._unpooled if options.purpose == "broadcast" else self._pool
@@ -158,8 +156,8 @@ class Planner:
         codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
         if codec is None or options.residuals is None or not self.quantizes(request):
             return UNCHANGED[tensor.dtype]
-        device = CPU if tensor.is_sparse else tensor.device
-        empty = self._pool.empty if device == CPU else partial(empty_on, device)
+        device = torch.device("cpu") if tensor.is_sparse else tensor.device
+        empty = self._pool.empty if device.type == "cpu" else partial(empty_on, device)
         residual = None
         if not options.is_dropped:
             residual = options.residuals.of(name, rows, columns, device=device)

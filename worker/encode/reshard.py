@@ -1,8 +1,8 @@
 """Resharding: encodes pushes under an old ring for a new one.
 
-A change of the ring moves positions, not rows. The frames of all chunks contain every row that this rank
-pushed, compacted, and the old layout maps their positions back to rows. So neither the gradient nor a kernel
-is needed again: only encoded bytes are moved.
+A change of the ring moves the positions of rows, not the rows. The frames of all chunks contain every row
+that this rank pushed, compacted, and the old layout maps their positions back to rows. So neither the
+gradient nor a kernel is needed again: only encoded bytes are moved.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from zenps.codecs.registry import CODECS
-from zenps.partition.layout import Layout
 
 from ..core.transfer import EncodedChunk, EncodedTensor, Sharding
-from .dense import encode_values, granule_order
+from .dense import encode_values
 from .sparse import encode_rows
 
 
@@ -30,21 +29,20 @@ def reshard(encoded: EncodedTensor, sharding: Sharding, codec: str) -> EncodedTe
         sharding: of the same tensor, for the present ring.
         codec: the setting ``sync.codec``.
     """
-    old, new = encoded.sharding.layout, sharding.layout
     chunks: Sequence[EncodedChunk]
-    if old is None or new is None:
-        assert old is new, "only its size decides whether a tensor is split"
-        chunks = tuple(structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks)
-    elif encoded.kind == "sparse":
-        chunks = _reshard_rows(encoded, old, new, sharding, codec)
+    if encoded.kind == "sparse":
+        chunks = _reshard_rows(encoded, sharding, codec)
+    elif sharding.layout is not None:
+        contributes = any(chunk.rows for chunk in encoded.chunks)
+        values = _joined(encoded).data if contributes else None
+        chunks = encode_values(sharding.ranges(), values, encoded.row_bytes)
     else:
-        chunks = _reshard_values(encoded, old, new, sharding)
+        chunks = tuple(structs.replace(chunk, server=sharding.home) for chunk in encoded.chunks)
     return structs.replace(encoded, sharding=sharding, chunks=chunks)
 
 
-def _reshard_rows(
-    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding, codec: str
-) -> list[EncodedChunk]:
+def _reshard_rows(encoded: EncodedTensor, sharding: Sharding, codec: str) -> list[EncodedChunk]:
+    old, new = encoded.sharding.row_layout, sharding.row_layout
     starts = {key: each.start for key, each in encoded.sharding.ranges().items()}
     before = np.concatenate(
         [
@@ -64,18 +62,6 @@ def _reshard_rows(
         encoded.row_bytes,
         codec,
     )
-
-
-def _reshard_values(
-    encoded: EncodedTensor, old: Layout, new: Layout, sharding: Sharding
-) -> list[EncodedChunk]:
-    if not any(chunk.rows for chunk in encoded.chunks):  # this rank does not contribute
-        return encode_values(sharding.ranges(), None, encoded.row_bytes)
-    granules, moved = granule_order(old).numpy(), granule_order(new).numpy()
-    index = np.empty_like(granules)
-    index[granules] = np.arange(len(granules))
-    values = _joined(encoded).reshape(len(granules), encoded.row_bytes).take(index[moved], axis=0)
-    return encode_values(sharding.ranges(), values.reshape(-1).data, encoded.row_bytes)
 
 
 def _joined(encoded: EncodedTensor) -> NDArray[np.uint8]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 import numpy as np
 import torch
 
@@ -9,10 +11,10 @@ from zenps.codecs.registry import BY_SPAN
 from zenps.config.settings import Config
 from zenps.config.sizes import chunk_bytes, message_bytes
 from zenps.errors import TensorError
-from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.layout import MAX_LAYOUTS, LayoutCache
+from zenps.partition.ranges import ServerRanges, even_ranges, whole_range
 from zenps.partition.ring import SLOTS
 from zenps.partition.strategies.centralized import home_slot
-from zenps.partition.strategies.parallel import Parallel
 from zenps.partition.strategies.registry import strategy
 from zenps.schemes.base import WireForm
 from zenps.wire.scheduler_messages import View
@@ -58,10 +60,10 @@ class Sharder:
         ring, old = self.ring, encoded.sharding
         if encoded.kind == "blocks":
             new = ring.shard_stream(old.slot, old.chunks)
-        elif old.layout is None or encoded.kind == "dense":
+        elif encoded.kind == "dense":
             new = ring.shard_dense(name, encoded.shape.numel(), encoded.dtype)
         else:
-            rows = old.layout.rows_total
+            rows = old.row_layout.rows_total
             new = ring.shard_sparse(name, rows, encoded.columns, encoded.dtype, encoded.expected_rows)
         # Layouts compare by identity: a ring's cache returns the same object, unless it holds too many
         # layouts.
@@ -83,9 +85,9 @@ class RingSharder:
         self._whole: dict[str, Sharding] = {}
         """Of tensors that go whole, by name."""
         self._sparse = strategy(wire.partition or config.sync.partition)
-        self._dense = self._sparse if self._sparse.per_tensor else Parallel()
-        servers = [server.rank for server in view.servers]
-        self._layouts = LayoutCache(config.sync.seed, owners, servers, config.sync.table_bytes)
+        self._servers = tuple(server.rank for server in view.servers)
+        self._layouts = LayoutCache(config.sync.seed, owners, self._servers, config.sync.table_bytes)
+        self._even_ranges = lru_cache(MAX_LAYOUTS)(partial(even_ranges, owners, self._servers))
 
     def shard_streams(self, name: str, streams: int) -> list[Sharding]:
         """Returns the sharding of each of a tensor's ``streams``.
@@ -136,7 +138,7 @@ class RingSharder:
         # costs as much as into a small one. A chunk with more rows than a message takes travels in fragments.
         chunks = self._count_chunks(layout, expected_rows * row_bytes)
         if self._is_by_span:
-            chunks = max(chunks, -(-_widest(layout) * POSITION_BYTES // max_bytes))
+            chunks = max(chunks, -(-layout.widest * POSITION_BYTES // max_bytes))
         home, message_rows = self._shard_whole(name).home, max(self._message_bytes // row_bytes, 1)
         max_rows = max_message_bytes // row_bytes
         return Sharding(layout, chunks, home, self.epoch, message_rows=message_rows, max_rows=max_rows)
@@ -146,10 +148,14 @@ class RingSharder:
         size_bytes = count * dtype.itemsize
         if size_bytes < SPLIT_FROM_BYTES:
             return self._shard_whole(name)
-        layout = self._layouts.get(self._dense, name, count, DENSE_GRANULE)
-        at_least = -(-_widest(layout) * dtype.itemsize // self._message_bytes)
-        chunks = max(at_least, self._count_chunks(layout, size_bytes))
-        return Sharding(layout, chunks, self._shard_whole(name).home, self.epoch)
+        home, granules = self._shard_whole(name).home, -(-count // DENSE_GRANULE)
+        if self._sparse.per_tensor:
+            ranges = whole_range(home, self._servers, granules, DENSE_GRANULE)
+        else:
+            ranges = self._even_ranges(granules, DENSE_GRANULE)
+        at_least = -(-ranges.widest * dtype.itemsize // self._message_bytes)
+        chunks = max(at_least, self._count_chunks(ranges, size_bytes))
+        return Sharding(ranges, chunks, home, self.epoch)
 
     def _shard_whole(self, name: str) -> Sharding:
         sharding = self._whole.get(name)
@@ -158,14 +164,9 @@ class RingSharder:
             sharding = self._whole[name] = Sharding(None, 1, home, self.epoch)
         return sharding
 
-    def _count_chunks(self, layout: Layout, expected_bytes: int) -> int:
+    def _count_chunks(self, ranges: ServerRanges, expected_bytes: int) -> int:
         """Returns chunks per server: each is expected to have at most :func:`chunk_bytes`."""
         if not self._wire.chunked:
             return 1
-        per_server = expected_bytes * _widest(layout) // layout.size
+        per_server = expected_bytes * ranges.widest // ranges.size
         return max(1, -(-per_server // self._chunk_bytes))
-
-
-def _widest(layout: Layout) -> int:
-    """Returns the number of positions of the server that has the most."""
-    return max(np.diff(layout.server_bounds).tolist())

@@ -193,8 +193,7 @@ class SparseTransfer(OneRound):
         self._sparse_dim = tensor.sparse_dim()
         self._pulled: list[Rows] = []
 
-        layout = sharding.layout
-        assert layout is not None
+        layout = sharding.row_layout
         rows, values = as_table(tensor)
         self.rows_given, columns = values.shape
         positions, values = kernels.compact(layout.positions(rows), values, pool)
@@ -216,8 +215,7 @@ class SparseTransfer(OneRound):
         )
 
     def restart(self, encoded: EncodedTensor) -> None:
-        assert encoded.sharding.layout is not None
-        self._layout, self._ranges = encoded.sharding.layout, encoded.sharding.ranges()
+        self._layout, self._ranges = encoded.sharding.row_layout, encoded.sharding.ranges()
         self.encoded = encoded
         self._pulled.clear()
 

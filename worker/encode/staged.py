@@ -7,7 +7,7 @@ So its preparation is an iterator of events, and continues when an event has hap
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,14 +18,13 @@ from torch.nn import functional
 from zenps.buffers import BufferPool
 from zenps.errors import TensorError, ZenPSError
 from zenps.kernels.gpu.scatter import gather_rows
-from zenps.partition.layout import Layout
 from zenps.wire.tensors import tensor_bytes
 
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedTensor, Sharding, Transfer
 from .accelerator import Accelerator, Event
 from .blocks import BlockTransfer
-from .dense import DENSE_GRANULE, GranuleTransfer, WholeTransfer, padded
+from .dense import GranuleTransfer, WholeTransfer, padded
 from .quantizer import ValueCoder
 from .streams import Plan
 
@@ -101,15 +100,13 @@ class StagedStrided(Staged):
 class StagedDense(StagedStrided):
     """A strided tensor on a GPU, whose values the host never copies.
 
-    The device encodes the values and brings them into the order of positions. One copy takes them to pinned
-    memory; frames are slices of that memory. Answers go from the receive buffer to the device, which decodes
-    them and brings them into the tensor's order.
+    The device encodes the values. One copy takes them to pinned memory; frames are slices of that memory.
+    Answers go from the receive buffer to the device, which decodes them.
 
     Args:
         tensor: of any shape; it must not change before the round has ended.
         sharding, contributes: as for ``WholeTransfer`` and ``DenseTransfer``.
         coder: of the values, on the device.
-        order: returns ``granule_order`` on the device.
         pool: pinned memory for what is pushed.
     """
 
@@ -119,12 +116,11 @@ class StagedDense(StagedStrided):
         sharding: Sharding,
         contributes: bool,
         coder: ValueCoder,
-        order: Callable[[Layout], Tensor],
         accelerator: Accelerator,
         pool: BufferPool,
     ) -> None:
         self._sharding, self._contributes, self._coder = sharding, contributes, coder
-        self._order, self._pool = order, pool
+        self._pool = pool
         self._empty = partial(empty_on, accelerator.device)
         self.rows_given = tensor.numel()
         self._tensor = tensor.detach()
@@ -149,9 +145,7 @@ class StagedDense(StagedStrided):
             encoded = None if values is None else tensor_bytes(values)
             self._inner = WholeTransfer(like, sharding, self._contributes, coder, encoded)
         else:
-            self._inner = GranuleTransfer(
-                like.shape, like.dtype, sharding, values, coder, self._empty, self._order
-            )
+            self._inner = GranuleTransfer(like.shape, like.dtype, sharding, values, coder, self._empty)
 
     def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
         with self._accelerator.pulling.current():
@@ -165,11 +159,7 @@ class StagedDense(StagedStrided):
             values = padded(self._tensor, size, self._empty)
         else:
             values = _flat(self._tensor, size)
-        encoded = coder.encode(values[:, None], flags)
-        if layout is None or layout.keeps_order:
-            return encoded
-        granules = encoded.view(-1, coder.size_bytes(DENSE_GRANULE, 1))
-        return granules.index_select(0, self._order(layout)).view(-1)
+        return coder.encode(values[:, None], flags)
 
 
 class StagedBlocks(StagedStrided):

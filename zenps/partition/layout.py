@@ -11,7 +11,6 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +21,8 @@ from torch import Tensor
 from zenps.errors import ConfigError, ProtocolError, TensorError
 from zenps.kernels.native.tables import look_up
 
-from .keyspace import Identity
 from .placing import place_slots
+from .ranges import ServerRanges
 from .strategies.base import KeySpace, Partition, PartitionStrategy
 
 # A layout takes up to some 230 KB besides its tables.
@@ -35,7 +34,7 @@ SMALL_TABLE = 1 << 20
 _BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
 
 
-class Layout:
+class Layout(ServerRanges):
     """Rows ⇄ positions of one tensor shape in one epoch.
 
     Row i is element i % granule of granule k = i // granule. The granule goes to the permuted
@@ -57,11 +56,7 @@ class Layout:
         is_lasting: False if the layout may not last: then small tables are built no sooner than large ones.
 
     Attributes:
-        rows_total: ``rows``, as given.
-        size: how many positions there are: ``rows`` rounded up to whole granules.
-        server_bounds: ``len(servers) + 1`` positions; ``servers[j]`` holds those from
-            ``server_bounds[j]`` up to ``server_bounds[j + 1]``, which may be none.
-        keeps_order: True if every row is its own position, so that nothing needs to be moved.
+        rows_total: ``rows``, as given; ``size`` is this rounded up to whole granules.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
         table_bytes: the size of the tables, built or not; 0 where positions are computed.
@@ -84,16 +79,11 @@ class Layout:
         if partition.permutation.size != granules:
             got = f"permutation of {partition.permutation.size}"
             raise ConfigError("sync.partition", got, f"one of {granules} granules")
+        self.placing, self.unplacing, bounds = place_slots(partition.bounds, owners, tuple(servers))
+        super().__init__(servers, granule, bounds)
         self.rows_total = rows
-        self.granule = granule
-        self.servers = tuple(servers)
-        self.size = granules * granule
         self._granule_bits = granule.bit_length() - 1
         self.permutation = partition.permutation
-        self.placing, self.unplacing, bounds = place_slots(partition.bounds, owners, self.servers)
-        self.server_bounds: list[int] = [bound * granule for bound in bounds]
-        in_place = not bool(self.placing.distances.any())
-        self.keeps_order = in_place and isinstance(partition.permutation, Identity)
         needed = 2 * 4 * granules
         self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
@@ -124,7 +114,7 @@ class Layout:
         Raises:
             TensorError: another dtype.
             ProtocolError: a position that no row has. The last granule may have some that are below
-                ``size``; for whole ranges use :meth:`granule_order`.
+                ``size``.
         """
         rows = self._look_up(positions, self.size, inverse=True)
         if rows is None:
@@ -136,35 +126,6 @@ class Layout:
         if self.size > self.rows_total and rows.numel() and int(rows.max()) >= self.rows_total:
             raise ProtocolError("payload", f"a position of row {int(rows.max())} of {self.rows_total}")
         return rows
-
-    def granule_order(self, start: int, stop: int) -> Tensor:
-        """The granules in order of position, from the ``start``-th up to the ``stop``-th: int64.
-
-        A dense tensor viewed as ``[granules, granule]`` and indexed with this is in position order.
-        The last granule may reach beyond the tensor's last row.
-        """
-        tables = self.tables()
-        if tables is not None:
-            return tables.granules[start:stop].long()
-        return self._compute(torch.arange(start, stop, device="cpu"), inverse=True)
-
-    def cuts(self, chunks: int) -> list[list[int]]:
-        """The bounds that divide each server's range into ``chunks`` nearly equal chunks of whole granules.
-
-        Returns:
-            for each server, in the order of ``servers``, ``chunks + 1`` ascending positions from its first
-            to its end. Some chunks are empty if a server has fewer granules than chunks.
-
-        Raises:
-            ConfigError: fewer than one chunk.
-        """
-        if chunks < 1:
-            raise ConfigError("chunks", chunks, "at least 1")
-        bounds = [bound // self.granule for bound in self.server_bounds]
-        return [
-            [(start + (stop - start) * chunk // chunks) * self.granule for chunk in range(chunks + 1)]
-            for start, stop in pairwise(bounds)
-        ]
 
     def _look_up(self, values: Tensor, total: int, *, inverse: bool) -> Tensor | None:
         """Checks and maps values in one pass. None if it cannot, or if one lies outside [0, ``total``)."""

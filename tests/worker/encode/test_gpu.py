@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -27,6 +27,7 @@ from tests.worker.encode.test_transfer import (
     dense_on_the_cpu,
     encoded_by,
     make_layout,
+    make_ranges,
     on_a_device,
     on_the_cpu,
     on_the_device,
@@ -44,7 +45,6 @@ from zenps.errors import DeadlineError, ProtocolError, TensorError
 from zenps.kernels.gpu.bitmap_compact import VALUES
 from zenps.kernels.gpu.launcher import Argument
 from zenps.observe.metrics import WorkerMetrics
-from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import DTYPES
 from zenps.worker.core.pending import Notifier, Pending, Waiting
@@ -53,7 +53,7 @@ from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer, granule_order
+from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.staged import StagedDense
@@ -279,11 +279,8 @@ def test_small_dense(shape: Sequence[int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("count", [1, 255, 256, 5000, 70_000])
 @pytest.mark.parametrize("servers", [[0], [0, 1], [2, 5, 9]], ids=len)
-@pytest.mark.parametrize("partition", ["parallel", "balanced"])
-def test_the_granules_on_the_wire_are_those_of_the_cpu(
-    partition: str, servers: list[int], count: int, dtype: torch.dtype
-) -> None:
-    sharding = Sharding(make_layout(partition, count, DENSE_GRANULE, servers, 0), 2, servers[-1])
+def test_a_device_sends_what_the_cpu_sends(servers: list[int], count: int, dtype: torch.dtype) -> None:
+    sharding = Sharding(make_ranges(count, servers), 2, servers[-1])
     tensor = torch.rand(2 * count).mul(100).to(dtype)[::2]
     encoded = encoded_by(dense_on_a_device(tensor, sharding))
     assert encoded == encoded_by(dense_on_the_cpu(tensor, sharding))
@@ -294,10 +291,9 @@ def granules(
     tensor: Tensor,
     sharding: Sharding,
     accelerator: HostAccelerator,
-    order: Callable[[Layout], Tensor] = granule_order,
 ) -> Transfer:
     coder, pool = Unchanged(tensor.dtype), accelerator.pinned
-    return prepared(StagedDense(tensor, sharding, True, coder, order, accelerator, pool))
+    return prepared(StagedDense(tensor, sharding, True, coder, accelerator, pool))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 16])
@@ -305,11 +301,11 @@ def granules(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers: int) -> None:
     """One copy comes back, and what is sent is that memory itself. What is pulled goes to the device."""
-    layout = make_layout("parallel", count, DENSE_GRANULE, list(range(servers)), 1 << 20)
-    tensor, order, counted = torch.randn(count).to(dtype), granule_order(layout), _Counted()
+    layout = make_ranges(count, list(range(servers)))
+    tensor, counted = torch.randn(count).to(dtype), _Counted()
     with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
-        transfer = granules(tensor, Sharding(layout, 2, 0), counted, lambda _: order)
-    assert (operations.copies, operations.launches) == (1, (count % DENSE_GRANULE > 0) + (servers > 1))
+        transfer = granules(tensor, Sharding(layout, 2, 0), counted)
+    assert (operations.copies, operations.launches) == (1, int(count % DENSE_GRANULE > 0))
     assert operations.lanes == {"pushing"}
     (payload,) = counted.pinned_buffers
     assert payload.nbytes == layout.size * dtype.itemsize
@@ -321,26 +317,26 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
         absorb_all(transfer, answers)
         result = transfer.finish()
-    assert (operations.copies, operations.launches) == (len(answers), int(servers > 1))
+    assert (operations.copies, operations.launches) == (len(answers), 0)
     assert operations.lanes == {"pulling"}
     assert len(counted.pinned_buffers) == 1
     assert_same_bits(result, tensor)
 
 
 @pytest.mark.parametrize("form", ["same", *VALUE_CODECS])
-@pytest.mark.parametrize("servers", [0, 1, 2], ids=["whole", "split", "reordered"])
+@pytest.mark.parametrize("servers", [0, 1, 2], ids=["whole", "one", "split"])
 def test_what_is_pushed_of_a_dense_gradient_is_the_copy_itself(form: ValueForm, servers: int) -> None:
     """Also of a small one, and if the device quantizes it."""
     sharding, count = Sharding(None, 1, 0), 3000
     if servers:
-        layout = make_layout("parallel", count, DENSE_GRANULE, list(range(servers)), 1 << 20)
+        layout = make_ranges(count, list(range(servers)))
         sharding, count = Sharding(layout, 2, 0), layout.size
     codec, counted = value_codec(form, 1, is_dense=True), _Counted()
     residual = torch.full((count, 1), 0.25)
     coder = Unchanged(torch.float32) if codec is None else Quantizer(codec, residual, POOL.empty)
     tensor, pool = torch.randn(count), counted.pinned
     before = tensor.clone()
-    transfer = prepared(StagedDense(tensor, sharding, True, coder, granule_order, counted, pool))
+    transfer = prepared(StagedDense(tensor, sharding, True, coder, counted, pool))
     (payload,) = counted.pinned_buffers
     assert payload.numel() == coder.size_bytes(count, 1)
     frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
@@ -370,7 +366,7 @@ def test_which_parts_of_a_gradient_there_are_is_read_from_a_copy_on_the_host() -
     residual = torch.full((len(gradient), 1), 0.25)
     coder = Coder(VALUE_CODECS["bfloat16"], residual, POOL.empty, bucket.parts)
     sharding, pool = Sharding(None, 1, 0), counted.pinned
-    prepared(StagedDense(gradient, sharding, True, coder, granule_order, counted, pool))
+    prepared(StagedDense(gradient, sharding, True, coder, counted, pool))
     flags, _ = counted.pinned_buffers
     assert told == [flags]
     assert flags.tolist() == [1, 0, 1]
@@ -380,7 +376,7 @@ def test_which_parts_of_a_gradient_there_are_is_read_from_a_copy_on_the_host() -
 
 def whole(tensor: Tensor, accelerator: HostAccelerator) -> StagedDense:
     coder, pool, sharding = Unchanged(tensor.dtype), accelerator.pinned, Sharding(None, 1, 0)
-    return StagedDense(tensor, sharding, True, coder, granule_order, accelerator, pool)
+    return StagedDense(tensor, sharding, True, coder, accelerator, pool)
 
 
 def test_a_negative_view_is_pushed_with_its_sign() -> None:
@@ -394,7 +390,7 @@ def test_a_negative_view_is_pushed_with_its_sign() -> None:
     results, _ = synchronize([tensor], lambda each: prepared(whole(each, Asynchronous())), average=False)
     assert results[0].tolist() == [-1.0, 2.0]
     large = torch._neg_view(torch.ones(600))
-    sharding = Sharding(make_layout("parallel", 600, DENSE_GRANULE, [0], 0), 1, 0)
+    sharding = Sharding(make_ranges(600, [0]), 1, 0)
     results, _ = synchronize([large], lambda each: granules(each, sharding, Asynchronous()), average=False)
     assert results[0].tolist() == [-1.0] * 600
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.cuda.host.launcher import RecordingLauncher
 from tests.integration.reference import assert_same_bits
 from tests.worker.encode.test_quantizer import begin, every_form, planner_of
-from tests.worker.encode.test_reshard import make_planner, view_of
+from tests.worker.encode.test_reshard import view_of
 from tests.worker.encode.test_transfer import (
     ACCELERATOR,
     absorb_all,
@@ -29,12 +28,11 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
 from zenps.config.settings import ClusterConfig, Config, CudaConfig, SyncConfig
 from zenps.errors import TensorError
-from zenps.partition.layout import Layout
+from zenps.partition.device_layout import device_layout_on
 from zenps.schemes.registry import scheme_of
 from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.request import Options, Request
 from zenps.worker.encode.accelerator import OnDevices
-from zenps.worker.encode.dense import DENSE_GRANULE, granule_order
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 
@@ -75,18 +73,6 @@ def test_a_table_too_large_for_a_bit_of_each_position_is_refused(sync: SyncConfi
     sharder.ring.shard_sparse("table", 1 << 33, 1, torch.float32, 0)
     with pytest.raises(TensorError, match=f"tensor 'table': a table of {(1 << 33) + 1} .* with {setting}, "):
         sharder.ring.shard_sparse("table", (1 << 33) + 1, 1, torch.float32, 0)
-
-
-def test_tables_of_sparse_and_dense_tensors_share_one_budget() -> None:
-    """Each kind had a budget of its own, twice the limit together."""
-    rows, count = 1000, 1000 * DENSE_GRANULE
-    config = Config(sync=SyncConfig(table_bytes=8 * 1500))
-    ring = Sharder(config, scheme_of("zenps").wire, view_of([0, 1])).ring
-    shardings = (
-        ring.shard_sparse("table", rows, 4, torch.float32, 0),
-        ring.shard_dense("a", count, torch.float32),
-    )
-    assert [sharding.layout and sharding.layout.table_bytes for sharding in shardings] == [8 * rows, 0]
 
 
 def test_a_message_of_blocks_is_no_larger_than_two_chunks() -> None:
@@ -161,45 +147,12 @@ def test_a_device_compacts_as_the_settings_say(
     assert kernel in launcher.launched
 
 
-def test_orders_of_granules_are_made_once_for_each_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner, sharder = make_planner([0, 1])
-    on_a_device(planner, monkeypatch)
-    made = list[Layout]()
-
-    def make(layout: Layout, device: torch.device) -> Tensor:
-        made.append(layout)
-        return granule_order(layout, device)
-
-    planner._granule_orders = OnDevices(make, lambda order: (order,))
-    tensors = [torch.randn(70_000), torch.randn(70_000), torch.randn(80_000)]
-
-    def synchronize(then: Sequence[int] | None = None) -> None:
-        """In one round of each tensor; ``then`` are the servers of a ring that comes after all are pushed."""
-        requests = [Request(tensor, f"weight {number}") for number, tensor in enumerate(tensors)]
-        transfers = [prepared(planner.begin(request, 0)) for request in requests]
-        if then is not None:
-            sharder.follow(view_of(then))
-            for request, transfer in zip(requests, transfers, strict=True):
-                transfer.restart(sharder.reshard(request.name, encoded_by(transfer)))
-        for tensor, transfer in zip(tensors, transfers, strict=True):
-            absorb_all(transfer, aggregate([transfer], average=False))
-            assert_same_bits(transfer.finish(), tensor)
-
-    for _ in range(2):
-        synchronize()
-        assert [layout.rows_total for layout in made] == [70_000, 80_000]
-    synchronize(then=[0])
-    synchronize()
-    assert len(made) == 2, "one server has all in order"
-    synchronize(then=[2, 5, 9])
-    assert [layout.rows_total for layout in made[2:]] == [70_000, 80_000]
-
-
 def test_what_a_device_reads_of_a_layout_lives_as_long_as_that() -> None:
-    orders = OnDevices(granule_order, lambda order: (order,))
-    layout = make_layout("parallel", 70_000, DENSE_GRANULE, [0, 1], 0)
-    order = weakref.ref(orders.of(ACCELERATOR, layout))
-    assert orders.of(ACCELERATOR, layout) is order()
-    del layout
+    made = OnDevices(device_layout_on, lambda layout: layout.tensors)
+    layout = make_layout("parallel", 70_000, 1, [0, 1], 0)
+    assert made.of(ACCELERATOR, layout) is made.of(ACCELERATOR, layout)
+    tensor = next(each for each in made.of(ACCELERATOR, layout).tensors if isinstance(each, torch.Tensor))
+    there = weakref.ref(tensor)
+    del layout, tensor
     gc.collect()
-    assert order() is None
+    assert there() is None

@@ -22,6 +22,7 @@ from tests.worker.encode.test_transfer import (
     aggregate,
     encoded_by,
     make_layout,
+    make_ranges,
     on_the_device,
     prepared,
     rows_of,
@@ -39,7 +40,7 @@ from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import Answer, EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
@@ -72,9 +73,8 @@ def table_on_a_device(servers: Sequence[int], chunks: int) -> Begin:
     )
 
 
-def vector_sharding(servers: Sequence[int], chunks: int, partition: str = "parallel") -> Sharding:
-    layout = make_layout(partition, ROWS, DENSE_GRANULE, servers, 1 << 20)
-    return Sharding(layout, chunks, servers[0])
+def vector_sharding(servers: Sequence[int], chunks: int) -> Sharding:
+    return Sharding(make_ranges(ROWS, servers), chunks, servers[0])
 
 
 def vector_way(sharding: Sharding) -> Begin:
@@ -88,7 +88,7 @@ def whole(tensor: Tensor, quantizer: Quantizer) -> Transfer:
 def on_a_device(sharding: Sharding) -> Begin:
     pool = ACCELERATOR.pinned
     return lambda tensor, quantizer: prepared(
-        StagedDense(tensor, sharding, True, quantizer, granule_order, ACCELERATOR, pool)
+        StagedDense(tensor, sharding, True, quantizer, ACCELERATOR, pool)
     )
 
 
@@ -115,9 +115,9 @@ WAYS: dict[str, tuple[int, dict[str, Begin]]] = {
         {
             "one server": vector_way(vector_sharding([0], 1)),
             "two servers": vector_way(vector_sharding([0, 1], 2)),
-            "balanced": vector_way(vector_sharding([0, 1], 1, "balanced")),
+            "five servers": vector_way(vector_sharding([0, 1, 2, 5, 9], 1)),
             "device": on_a_device(vector_sharding([0, 4], 1)),
-            "device, balanced": on_a_device(vector_sharding([0, 4, 5], 2, "balanced")),
+            "device, three servers": on_a_device(vector_sharding([0, 4, 5], 2)),
         },
     ),
     "whole": (0, {"cpu": whole, "device": on_a_device(Sharding(None, 1, 0))}),
@@ -279,12 +279,16 @@ def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> 
 def test_another_ring_moves_the_same_bytes(form: ValueForm, kind: str) -> None:
     """What is pushed again has been rounded once, and was taken from what is kept back once."""
     columns, _ = WAYS[kind]
-    granule = {"table": 1, "elements": 32, "vector": DENSE_GRANULE}.get(kind)
-    shardings = [Sharding(None, 1, 4), Sharding(None, 1, 2)]
-    if granule is not None:
+    rings: list[tuple[list[int], int]] = [([0, 1], 2), ([1, 4, 6], 3)]
+    if kind == "whole":
+        shardings = [Sharding(None, 1, 4), Sharding(None, 1, 2)]
+    elif kind == "vector":
+        shardings = [vector_sharding(*ring) for ring in rings]
+    else:
+        granule = {"table": 1, "elements": 32}[kind]
         shardings = [
             Sharding(make_layout("balanced", ROWS, granule, servers, 1 << 20), chunks, servers[0])
-            for servers, chunks in (([0, 1], 2), ([1, 4, 6], 3))
+            for servers, chunks in rings
         ]
 
     def begin(sharding: Sharding) -> Transfer:

@@ -43,6 +43,7 @@ from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.config.sizes import message_bytes
 from zenps.errors import TensorError
 from zenps.partition.layout import LayoutCache
+from zenps.partition.ranges import even_ranges
 from zenps.partition.ring import SLOTS, rebalance
 from zenps.partition.strategies import strategy
 from zenps.schemes.registry import scheme_of
@@ -50,7 +51,7 @@ from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.tensors import POSITION_BYTES
 from zenps.worker.core.request import Request, table_shape
 from zenps.worker.core.transfer import EncodedTensor, Sharding, Transfer
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer, granule_order
+from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, WholeTransfer
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.reshard import reshard
@@ -79,6 +80,13 @@ def make_sharding(partition: str, rows: int, granule: int, ring: Ring) -> Shardi
     cache = LayoutCache(7, owners, servers, table_bytes)
     layout = cache.get(strategy(partition), "weight", max(rows, 1), granule)
     return Sharding(layout, chunks, servers[home % len(servers)])
+
+
+def shard_dense(count: int, ring: Ring) -> Sharding:
+    servers, before, chunks, _, home = ring
+    owners = rebalance(rebalance(None, SERVERS[before]), servers)
+    ranges = even_ranges(owners, servers, max(-(-count // DENSE_GRANULE), 1), DENSE_GRANULE)
+    return Sharding(ranges, chunks, servers[home % len(servers)])
 
 
 def check_all(shardings: Sequence[Sharding], codec: str, begin: Callable[[Sharding], Transfer]) -> None:
@@ -124,7 +132,6 @@ def test_sparse(
     shape=st.sampled_from([*DENSE_SHAPES, (70_000,)]),
     contributes=st.booleans(),
     dtype=st.sampled_from([*SUMMED, torch.uint8]),
-    partition=st.sampled_from(PARTITIONS),
     rings=RINGS,
     seed=st.integers(0, 1 << 30),
 )
@@ -132,13 +139,12 @@ def test_dense(
     shape: tuple[int, ...],
     contributes: bool,
     dtype: torch.dtype,
-    partition: str,
     rings: list[Ring],
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensor = any_values(shape, torch.int64, generator).to(dtype)
-    shardings = [make_sharding(partition, tensor.numel(), DENSE_GRANULE, ring) for ring in rings]
+    shardings = [shard_dense(tensor.numel(), ring) for ring in rings]
     check_all(
         shardings, "auto", lambda each: DenseTransfer(tensor, each, POOL, contributes, Unchanged(dtype))
     )
@@ -317,7 +323,8 @@ def test_ranges_of_servers_are_contiguous_where_the_scheme_says_so() -> None:
     for sync in (SyncConfig(partition="parallel"), SyncConfig(scheme="sparse-ps")):
         layout = sharding_of(sync).layout
         assert layout is not None
-        assert layout.keeps_order == (sync.scheme == "sparse-ps")
+        in_order = bool((layout.positions(torch.arange(layout.rows_total)).diff() == 1).all())
+        assert in_order == (sync.scheme == "sparse-ps")
 
 
 def test_rows_larger_than_messages_are_refused() -> None:
@@ -372,7 +379,7 @@ def test_a_tensor_keeps_its_ring_while_the_next_one_comes() -> None:
 
 def test_what_is_pushed_keeps_neither_tensor_nor_result() -> None:
     tensor = torch.arange(40_000.0)
-    sharding = make_sharding("centralized", 40_000, DENSE_GRANULE, ([0, 1], 0, 1, 0, 0))
+    sharding = shard_dense(40_000, ([0, 1], 0, 1, 0, 0))
     transfer = DenseTransfer(tensor, sharding, POOL, True, Unchanged(tensor.dtype))
     frames = [np.frombuffer(chunk.frames[0], np.uint8) for chunk in transfer.encoded.chunks]
     for other in (tensor, transfer.finish()):
@@ -385,17 +392,17 @@ COUNT = 5000
 OLD, NEW = ([0, 1, 2], 0, 2, 0, 2), ([0, 1], 2, 3, 0, 0)
 
 
-def a_sharding(granule: int, ring: Ring) -> Sharding:
-    return make_sharding("balanced", COUNT, granule, ring)
+def a_sharding(ring: Ring) -> Sharding:
+    return make_sharding("balanced", COUNT, 1, ring)
 
 
 def begin_staged(tensor: Tensor) -> Transfer:
     coder, sharding, pool = Unchanged(tensor.dtype), Sharding(None, 1, 2), ACCELERATOR.pinned
-    return prepared(StagedDense(tensor, sharding, True, coder, granule_order, ACCELERATOR, pool))
+    return prepared(StagedDense(tensor, sharding, True, coder, ACCELERATOR, pool))
 
 
 def begin_dense(contributes: bool, make: MakeDense = dense_on_the_cpu) -> Callable[[Tensor], Transfer]:
-    return lambda tensor: make(tensor, a_sharding(DENSE_GRANULE, OLD), contributes)
+    return lambda tensor: make(tensor, shard_dense(COUNT, OLD), contributes)
 
 
 def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
@@ -403,13 +410,13 @@ def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
 
 
 def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
-    sharding = a_sharding(1, OLD)
+    sharding = a_sharding(OLD)
     layout = sharding.layout
     assert layout is not None
     return lambda tensor: make(tensor, layout, sharding.chunks, sharding.home, "auto")
 
 
-SPARSE, DENSE, WHOLE = a_sharding(1, NEW), a_sharding(DENSE_GRANULE, NEW), Sharding(None, 1, 0)
+SPARSE, DENSE, WHOLE = a_sharding(NEW), shard_dense(COUNT, NEW), Sharding(None, 1, 0)
 TRANSFERS: dict[str, tuple[Callable[[Tensor], Transfer], Sharding, bool]] = {
     "sparse": (begin_sparse(on_the_cpu), SPARSE, True),
     "sparse, staged": (begin_sparse(on_a_device("sort")), SPARSE, True),

@@ -23,6 +23,7 @@ from zenps.kernels.cpu import CpuKernels
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
+from zenps.partition.ranges import ServerRanges, even_ranges
 from zenps.partition.ring import rebalance
 from zenps.partition.strategies.registry import strategy
 from zenps.wire.fields import MAX_FRAGMENTS
@@ -37,7 +38,6 @@ from zenps.worker.encode.dense import (
     DenseTransfer,
     RootLostError,
     WholeTransfer,
-    granule_order,
 )
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
@@ -63,6 +63,12 @@ def sparse(rows: Sequence[int] | Tensor, values: Tensor, shape: Sequence[int]) -
 def make_layout(name: str, rows: int, granule: int, servers: Sequence[int], table_bytes: int) -> Layout:
     cache = LayoutCache(7, rebalance(None, servers), servers, table_bytes)
     return cache.get(strategy(name), "weight", max(rows, 1), granule)
+
+
+def make_ranges(count: int, servers: Sequence[int]) -> ServerRanges:
+    """Of a dense tensor."""
+    granules = max(-(-count // DENSE_GRANULE), 1)
+    return even_ranges(rebalance(None, servers), servers, granules, DENSE_GRANULE)
 
 
 def on_the_device(layout: Layout) -> DeviceLayout:
@@ -110,7 +116,7 @@ def dense_on_the_cpu(tensor: Tensor, sharding: Sharding, contributes: bool = Tru
 
 def dense_on_a_device(tensor: Tensor, sharding: Sharding, contributes: bool = True) -> Transfer:
     coder, pool = Unchanged(tensor.dtype), ACCELERATOR.pinned
-    transfer = StagedDense(tensor, sharding, contributes, coder, granule_order, ACCELERATOR, pool)
+    transfer = StagedDense(tensor, sharding, contributes, coder, ACCELERATOR, pool)
     assert transfer.prepared() == (not contributes), "there is nothing to wait for"
     return prepared(transfer)
 
@@ -305,7 +311,7 @@ DENSE_SHAPES: list[tuple[int, ...]] = [
     shape=st.sampled_from(DENSE_SHAPES),
     contributes=st.lists(st.booleans(), min_size=1, max_size=4).filter(any),
     dtype=st.sampled_from(SUMMED),
-    partition=st.sampled_from([*PARTITIONS, "whole"]),
+    is_whole=st.booleans(),
     servers=st.sampled_from(SERVERS),
     chunks=st.integers(1, 4),
     average=st.booleans(),
@@ -317,7 +323,7 @@ def test_dense(
     shape: tuple[int, ...],
     contributes: list[bool],
     dtype: torch.dtype,
-    partition: str,
+    is_whole: bool,
     servers: list[int],
     chunks: int,
     average: bool,
@@ -335,10 +341,10 @@ def test_dense(
 
     def begin(tensor: Tensor) -> Transfer:
         contributing = next(taking_part)
-        if partition == "whole":
+        if is_whole:
             return WholeTransfer(tensor, Sharding(None, 1, servers[-1]), contributing, Unchanged(dtype))
-        layout = make_layout(partition, tensor.numel(), DENSE_GRANULE, servers, 1 << 20)
-        return make_dense(tensor, Sharding(layout, chunks, servers[-1]), contributing)
+        ranges = make_ranges(tensor.numel(), servers)
+        return make_dense(tensor, Sharding(ranges, chunks, servers[-1]), contributing)
 
     results, _ = synchronize(tensors, begin, average)
     for result in results:
@@ -367,7 +373,7 @@ def begin_sparse(tensor: Tensor) -> Transfer:
 
 
 def begin_dense(tensor: Tensor, make: MakeDense = dense_on_the_cpu) -> Transfer:
-    return make(tensor, Sharding(make_layout("balanced", 5000, DENSE_GRANULE, [0, 1], 0), 2, 0))
+    return make(tensor, Sharding(make_ranges(5000, [0, 1]), 2, 0))
 
 
 def begin_dense_on_a_device(tensor: Tensor) -> Transfer:

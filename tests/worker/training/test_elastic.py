@@ -9,16 +9,14 @@ import pytest
 import torch
 
 import zenps as zps
+from tests.worker.encode.test_transfer import make_ranges
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, PeerLostError, UsageError
-from zenps.partition.layout import Layout, LayoutCache
-from zenps.partition.ring import rebalance
-from zenps.partition.strategies.registry import strategy
 from zenps.wire.messages import FromServer, Push, Result, Wanted
 from zenps.wire.scheduler_messages import Member
 from zenps.worker.collectives.allgather import allgather_int
 from zenps.worker.core.transfer import Answer, Sharding
-from zenps.worker.encode.dense import DENSE_GRANULE, DenseTransfer, RootLostError, WholeTransfer
+from zenps.worker.encode.dense import DenseTransfer, RootLostError, WholeTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.process import PROCESS
 from zenps.worker.rounds.states import Action, Deliver, Fail, Outgoing, Reshard, Round, SendGiveUp, SendPush
@@ -151,7 +149,7 @@ def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: in
             transfer = WholeTransfer(tensor, Sharding(None, 1, 0), contributes, coder)
         else:
             transfer = DenseTransfer(
-                tensor, Sharding(make_layout(count), 1, 0), BufferPool(1 << 20), contributes, coder
+                tensor, Sharding(make_ranges(count, [0]), 1, 0), BufferPool(1 << 20), contributes, coder
             )
         assert not transfer.on_answer(Answer(0, result, nothing))
         if contributes:
@@ -159,12 +157,6 @@ def test_what_no_rank_contributed_to_is_an_error_where_one_should_have(count: in
             continue
         with pytest.raises(PeerLostError, match="a broadcast's root was lost"):
             transfer.finish()
-
-
-def make_layout(count: int) -> Layout:
-    return LayoutCache(7, rebalance(None, [0]), [0], 1 << 20).get(
-        strategy("parallel"), "x", count, DENSE_GRANULE
-    )
 
 
 # ── a training state, alone ─────────────────────────────────────────────────────────────────────

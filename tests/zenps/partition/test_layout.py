@@ -87,7 +87,6 @@ def test_tables_equal_the_computation(name: str, granule: int) -> None:
     assert torch.equal(tabled.positions(drawn), positions)
     assert torch.equal(tabled.rows(positions), drawn)
     assert torch.equal(computed.rows(positions), drawn)
-    assert torch.equal(tabled.granule_order(100, 900), computed.granule_order(100, 900))
 
 
 def test_large_tables_are_built_once_as_many_rows_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +108,6 @@ def test_huge_space_without_tables(name: str) -> None:
     drawn = torch.cat([drawn, torch.tensor([0, rows - 1])])
     assert layout.table_bytes == 0
     assert torch.equal(layout.rows(layout.positions(drawn)), drawn)
-
-
-def test_granule_order_reads_a_dense_tensor_in_position_order() -> None:
-    rows, granule = 100_000, 32
-    layout = make_layout("balanced", rows, granule)
-    dense = torch.arange(rows)
-    in_order = dense.view(-1, granule)[layout.granule_order(0, rows // granule)].flatten()
-    assert torch.equal(layout.positions(in_order), torch.arange(rows))
 
 
 def test_results_are_fresh_int64() -> None:
@@ -143,11 +134,6 @@ def test_cuts(rows: int, granule: int, chunks: int) -> None:
         lengths = [after - before for before, after in pairwise(server)]
         assert all(length >= 0 and length % granule == 0 for length in lengths)
         assert max(lengths) - min(lengths) <= granule
-
-
-def test_no_chunks() -> None:
-    with pytest.raises(ConfigError, match="chunks"):
-        make_layout("balanced", 10).cuts(0)
 
 
 @pytest.mark.parametrize("bad", [[0, 10], [-1], [2**40]])
