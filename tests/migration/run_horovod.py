@@ -109,7 +109,7 @@ def install() -> None:
     torch.optim.Muon.__module__ = "not torch.optim"
 
 
-class Result(unittest.TextTestResult):
+class Result(unittest.TextTestResult[Any]):
     """Prints a line for each test."""
 
     def addSuccess(self, test: unittest.TestCase) -> None:

@@ -55,7 +55,7 @@ def test_a_broadcast_leaves_nothing_in_the_pool() -> None:
     planner = planner_of("same")
     for purpose in ("broadcast", "value"):
         for count in (70_000, 200_000):
-            begin(planner, torch.ones(count), purpose)  # type: ignore[arg-type]
+            begin(planner, torch.ones(count), purpose)
         kept_bytes = planner._pool.kept_bytes
         assert (kept_bytes > 0) == (purpose == "value"), (purpose, kept_bytes)
 
