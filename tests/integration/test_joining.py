@@ -173,7 +173,7 @@ zps.broadcast_parameters(model.state_dict())
 model(torch.tensor([3, 3, 5])).sum().backward()
 optimizer.step()
 assert model.weight.detach()[[3, 5, 7], 0].tolist() == [-2.0, -1.0, 0.0]
-sparse = torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), [1.0, 2.0, 4.0], (5,))
+sparse = torch.sparse_coo_tensor([[3, 1, 3]], [1.0, 2.0, 4.0], (5,))
 summed = zps.push_pull(sparse, "x")
 assert summed.is_coalesced() and summed.indices().tolist() == [[1, 3]] and summed.values().tolist() == [2, 5]
 assert zps.broadcast_object({"a": [1]}) == {"a": [1]}

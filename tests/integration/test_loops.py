@@ -167,19 +167,11 @@ def gan(loop: Loop, clear: Callable[[nn.Module, Any], None] | None = None) -> St
         clear(critic, of_critic)
         loop.mean(lambda rank, step=step: -critic(_noise(step, rank, 0, 4)).mean()).backward()  # type: ignore[misc]
         loop.mean(
-            lambda rank, step=step: critic(  # type: ignore[misc]
-                generator(_noise(step, rank, 1, 3)).detach()
-            ).mean()
+            lambda rank, step=step: critic(generator(_noise(step, rank, 1, 3)).detach()).mean()  # type: ignore[misc]
         ).backward()
         of_critic.step()
         clear(generator, of_generator)
-        loop.mean(
-            lambda rank, step=step: (
-                -critic(  # type: ignore[misc]
-                    generator(_noise(step, rank, 2, 3))
-                ).mean()
-            )
-        ).backward()
+        loop.mean(lambda rank, step=step: -critic(generator(_noise(step, rank, 2, 3))).mean()).backward()  # type: ignore[misc]
         of_generator.step()
     return {**critic.state_dict(prefix="critic."), **generator.state_dict(prefix="generator.")}
 
@@ -196,9 +188,7 @@ def scaler_in_its_usual_order(loop: Loop) -> State:
     for step in range(STEPS):
         optimizer.zero_grad()
         overflow = [1.0, float("inf") if step == 1 else 1.0]
-        loss = loop.mean(
-            lambda rank, step=step, by=overflow: loss_of(model, step, rank) * by[rank]  # type: ignore[misc]
-        )
+        loss = loop.mean(lambda rank, step=step, by=overflow: loss_of(model, step, rank) * by[rank])  # type: ignore[misc]
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

@@ -233,9 +233,7 @@ def uneven_last_batch(training: Training) -> None:
     for step in range(STEPS):
         sizes = [BATCH, BATCH // 3 if step == STEPS - 1 else BATCH]
         mean = training.party.mean(
-            lambda rank, sizes=sizes: torch.tensor(  # type: ignore[misc]
-                float(sizes[rank]), dtype=torch.float64
-            ),
+            lambda rank, sizes=sizes: torch.tensor(float(sizes[rank]), dtype=torch.float64),  # type: ignore[misc]
             f"{training.name}/size",
         )
         training.clear()
@@ -316,9 +314,7 @@ def scaled(training: Training, **options: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", **options)
     for step in range(STEPS):
         training.clear()
-        training.party.backward(
-            lambda rank, step=step: scaler.scale(training.loss(step, rank))  # type: ignore[misc]
-        )
+        training.party.backward(lambda rank, step=step: scaler.scale(training.loss(step, rank)))  # type: ignore[misc]
         for optimizer in training.optimizers:
             scaler.step(optimizer)
         scaler.update()

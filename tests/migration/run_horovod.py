@@ -109,7 +109,7 @@ def install() -> None:
     torch.optim.Muon.__module__ = "not torch.optim"
 
 
-class Result(unittest.TextTestResult[Any]):
+class Result(unittest.TextTestResult):
     """Prints a line for each test."""
 
     def addSuccess(self, test: unittest.TestCase) -> None:
@@ -147,7 +147,7 @@ def main() -> None:
 def run(tests: list[unittest.TestCase]) -> bool:
     """Returns whether none has failed."""
     with open(os.devnull, "w") as nowhere:
-        runner = unittest.TextTestRunner(resultclass=Result, stream=nowhere)
+        runner = unittest.TextTestRunner(resultclass=Result, stream=nowhere)  # type: ignore[arg-type]
         return runner.run(unittest.TestSuite(tests)).wasSuccessful()
 
 

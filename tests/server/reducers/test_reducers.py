@@ -135,7 +135,7 @@ def test_quantized_values_are_summed_as_float32_and_quantized_again(
     _, sums = reduce(pushes)
     got = torch.empty(4, columns)
     codec.decode(memoryview(bytearray(sums[-1])), got)
-    assert frames[-1].nbytes == coded.nbytes
+    assert sums[-1].nbytes == coded.nbytes
     assert got.tolist() == values.tolist()
 
 
