@@ -29,10 +29,16 @@ test-long: .venv/installed
 	$(BIN)/pytest -m long $(JOBS)
 	ZENPS_KERNELS_BACKEND=torch $(BIN)/pytest $(SUMS:%=tests/integration/test_%.py)
 
+# A file of benchmarks/ is either imported as benchmarks.x or has its folder on sys.path: mypy must be told which.
+MODULES = $(shell grep -l '^from benchmarks' benchmarks/*.py)
+SCRIPTS = $(filter-out $(MODULES),$(wildcard benchmarks/*.py)) examples
+
 check: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy -p zenps
+	$(BIN)/mypy tests $(MODULES)
+	MYPYPATH=benchmarks:examples $(BIN)/mypy $(SCRIPTS)
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml

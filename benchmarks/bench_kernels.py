@@ -216,10 +216,13 @@ def measure(case: Case, ways: Mapping[str, Kernels], flush: Tensor, turns: int) 
     times = by_turns(calls, turns, flush if case.is_cold else None)
     median = {name: statistics.median(of) for name, of in times.items()}
     return Result(
-        *(case.name, case.is_cold, len(keys), moved),
-        *(round(1000 * median[name], 4) for name in ("torch", "native", "threads", "memcpy")),
-        round(median_ratio(times["torch"], times["native"]), 2),
-        round(median_ratio(times["native"], times["memcpy"]), 2),
+        case.name,
+        case.is_cold,
+        len(keys),
+        moved,
+        **{f"{name}_ms": round(1000 * median[name], 4) for name in ("torch", "native", "threads", "memcpy")},
+        over_torch=round(median_ratio(times["torch"], times["native"]), 2),
+        times_memcpy=round(median_ratio(times["native"], times["memcpy"]), 2),
     )
 
 
@@ -254,7 +257,7 @@ def sparse(span: int, ways: Mapping[str, Kernels], turns: int) -> Sparse:
     generator = torch.Generator().manual_seed(2)
     keys = torch.randint(0, span, (10_000,), generator=generator)
     values = torch.randn(10_000, 48, generator=generator)
-    both = {name: lambda name=name: ways[name].compact(keys, values) for name in ("native", "torch")}  # type: ignore[misc]
+    both = {name: lambda name=name: ways[name].compact(keys, values) for name in ("native", "torch")}
     times = by_turns(both, 3 * turns, None)
     return Sparse(span, *(round(1e6 * statistics.median(times[name])) for name in ("native", "torch")))
 
@@ -262,7 +265,7 @@ def sparse(span: int, ways: Mapping[str, Kernels], turns: int) -> Sparse:
 def crossing(rows: int, per_row: int, methods: Mapping[int, Kernels], turns: int) -> Crossing:
     keys = torch.randint(0, rows * per_row, (rows,), generator=torch.Generator().manual_seed(3))
     values = torch.ones(rows, 1)
-    calls = {str(method): lambda of=of: of.compact(keys, values) for method, of in methods.items()}  # type: ignore[misc]
+    calls = {str(method): lambda of=of: of.compact(keys, values) for method, of in methods.items()}
     times = by_turns(calls, turns, None)
     return Crossing(rows, per_row, *(round(1e6 * statistics.median(times[str(m)]), 1) for m in methods))
 

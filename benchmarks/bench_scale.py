@@ -11,6 +11,7 @@ import math
 import socket as net
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -181,7 +182,7 @@ def measure_server(workers: int) -> Server:
         (last,) = reduced
         result, empty = Result(1, "t", step, 0, 256, "none"), memoryview(b"")
         outcome = AllreduceOutcome([Answer(result, [empty])], 256)
-        replying += seconds_of(lambda last=last, outcome=outcome: rounds.finish(last.key, outcome, 0.0))
+        replying += seconds_of(partial(rounds.finish, last.key, outcome, 0.0))
     message = Push(1, 0, "t", ROUNDS, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True)
     rounds.on_push(HeldPush(peers[0], message, None, 1024), float(ROUNDS))
     tick_seconds = seconds_of(lambda: rounds.on_tick(float(ROUNDS)))

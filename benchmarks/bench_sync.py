@@ -100,8 +100,8 @@ def sweep(options: argparse.Namespace) -> Iterator[tuple[int, Case]]:
     base = {name: each[0] for name, each in values.items()}
     changed = [base | {name: value} for name, each in values.items() for value in each[1:]]
     for point in [base, *changed]:
-        workers, *gradient = (point[name] for name in SWEEP)
-        yield workers, Case(*gradient, options.steps, options.device)
+        workers, rows, dim, ids, skew = (point[name] for name in SWEEP)
+        yield workers, Case(rows, dim, ids, skew, options.steps, options.device)
 
 
 def setups(options: argparse.Namespace) -> list[Setup]:

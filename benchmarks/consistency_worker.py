@@ -54,7 +54,8 @@ def train(case: Case) -> Curve:
         torch.optim.SGD(model.parameters(), case.learning_rate, case.momentum), model.named_parameters()
     )
     zps.broadcast_parameters(model.state_dict(), root_rank=0)
-    losses, distances = [], []
+    losses: list[float | None] = []
+    distances = []
     for step in range(case.steps):
         optimizer.zero_grad()
         loss = digits.next_loss()

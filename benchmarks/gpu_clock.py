@@ -47,7 +47,7 @@ class Bench:
         # A read, so that no dirty cache lines are written back while the clock runs; and a head start, in
         # which the host enqueues everything: otherwise the host would be timed.
         self._flush.amax()
-        torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(HEAD_START_CYCLES)
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begins.record()
         run()

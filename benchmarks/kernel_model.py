@@ -57,11 +57,11 @@ class Cost(NamedTuple):
         return max(self.bytes / BYTES_PER_SECOND, self.instructions / INSTRUCTIONS_PER_SECOND)
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Recorder(TorchDispatchMode):
     """Records the kernels of ``launcher`` and PyTorch's operations, in order."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.launcher = CountingLauncher()
         self._costs: list[Cost] = []
 

@@ -125,8 +125,7 @@ def work(task: Task, rank: int, host: Host, sets: Sequence[str], store: str, out
         store: where the ranks find one another for gloo, ``tcp://host:port``.
     """
     torch.set_num_threads(1)
-    world = {"rank": rank, "world_size": task.workers, "timeout": TIMEOUT}
-    dist.init_process_group("gloo", init_method=store, **world)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=task.workers, timeout=TIMEOUT)
     if task.scheme != GLOO:
         zps.init(sets=sets)
     measurements = [_measure(task, name, host) for name in task.workloads]

@@ -196,9 +196,9 @@ def _vote(machine: Machine, at: Instruction, lanes: Array) -> None:
     _warps_of(lanes)
     votes = machine.value(at.operands[1], lanes, "pred").reshape(-1, WARP)
     if at.opcode[2] == "ballot":
-        result = np.packbits(votes, axis=1, bitorder="little").copy().view(np.uint32).ravel()
+        result: Array = np.packbits(votes, axis=1, bitorder="little").copy().view(np.uint32).ravel()
     else:
-        result = votes.all(axis=1)
+        result = np.asarray(votes.all(axis=1))
     machine.put(at.operands[0], lanes, np.repeat(result, WARP))
 
 

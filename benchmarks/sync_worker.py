@@ -271,8 +271,8 @@ def _measure_small(device: str) -> dict[str, Timing]:
 
 def _summarise_small(calls: list[Elapsed]) -> Timing:
     """Quantiles over calls, of the rank where they are greatest."""
-    wall = _over_ranks(_quantiles([call.wall for call in calls])).amax(dim=0).tolist()
-    return Timing(*wall, _over_ranks([call.processor for call in calls]).mean(dim=0).median().item())
+    p50, p95 = _over_ranks(_quantiles([call.wall for call in calls])).amax(dim=0).tolist()
+    return Timing(p50, p95, _over_ranks([call.processor for call in calls]).mean(dim=0).median().item())
 
 
 def _summarise(ways: dict[str, Way], elapsed: list[list[Elapsed]]) -> dict[str, Timing]:
@@ -280,7 +280,10 @@ def _summarise(ways: dict[str, Way], elapsed: list[list[Elapsed]]) -> dict[str, 
     by_rank = _over_ranks(elapsed)[:, WARM_UP_STEPS:]
     slowest = by_rank[..., 0].amax(dim=0).T.tolist()
     processor = by_rank[..., 1].mean(dim=0).median(dim=0).values.tolist()
-    return {name: Timing(*_quantiles(slowest[way]), processor[way]) for way, name in enumerate(ways)}
+    walls = map(_quantiles, slowest)
+    return {
+        name: Timing(p50, p95, each) for name, (p50, p95), each in zip(ways, walls, processor, strict=True)
+    }
 
 
 def _quantiles(seconds: list[float]) -> list[float]:

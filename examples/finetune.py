@@ -54,7 +54,7 @@ class ByteModel(nn.Module):
     def freeze_embeddings(self) -> None:
         """Leaves the embeddings as they are from now on."""
         self.bytes.requires_grad_(requires_grad=False)
-        self.positions.requires_grad_(requires_grad=False)
+        self.positions.requires_grad_(False)
 
     def loss(self, windows: Tensor) -> Tensor:
         """The mean loss per byte, in nats.

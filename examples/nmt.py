@@ -87,7 +87,8 @@ class Translator(nn.Module):
 @torch.no_grad()
 def evaluate(model: Translator, pairs: list[Batch]) -> tuple[float, float]:
     """Loss and accuracy per word of the translations, over the held-out pairs of all ranks."""
-    own = sum(model.output.evaluate(model(batch), batch.targets[batch.is_word]) for batch in pairs)
+    sums = (model.output.evaluate(model(batch), batch.targets[batch.is_word]) for batch in pairs)
+    own = sum(sums, torch.zeros(3))
     loss, correct, words = zps.push_pull(own, "held-out", average=False).tolist()
     return loss / words, correct / words
 
@@ -136,12 +137,12 @@ def read(source: Path, target: Path, vocabulary: int) -> Corpus:
             f"expected at least {HELD_OUT_EVERY} for each worker"
         )
     words = [most_frequent((pair[side] for pair in to_learn(text)), vocabulary, END) for side in (0, 1)]
-    vocabularies = [Vocabulary(each) for each in zps.broadcast_object(words)]
+    known, wanted = (Vocabulary(each) for each in zps.broadcast_object(words))
     pairs, unseen = (
-        encode(itertools.islice(each, zps.rank(), None, zps.size()), *vocabularies)
+        encode(itertools.islice(each, zps.rank(), None, zps.size()), known, wanted)
         for each in (to_learn(text), held_out(text))
     )
-    return Corpus(*vocabularies, pairs, unseen)
+    return Corpus(known, wanted, pairs, unseen)
 
 
 def options() -> argparse.ArgumentParser:

@@ -64,7 +64,7 @@ def extremes(sizes: Sizes) -> Iterator[Extreme]:
     mib = sizes.in_flight_bytes >> 20
     yield _play(f"{sizes.unread} unread results", {}, _leave_unread, sizes)
     yield _play(f"{mib} MiB in flight", {}, _keep_in_flight, sizes)
-    tight = {"cluster.server_budget_bytes": "1MiB"}
+    tight: dict[str, object] = {"cluster.server_budget_bytes": "1MiB"}
     yield _play("errors that training code catches, and a budget of 1 MiB", tight, _catch_errors, sizes)
     with _intruders(sizes.idle) as attack:
         yield _play(f"{sizes.idle} idle and hostile connections to a port", {}, _train, sizes, attack)

@@ -88,7 +88,7 @@ def train(steps: int, directory: Path, barriers: bool) -> tuple[str, float, floa
         loss = loss_of(model, step, zps.rank())
         for optimizer in outer:
             optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for optimizer in outer:
             optimizer.step()
         if barriers and step % BARRIER_STEPS == 0:

@@ -52,7 +52,7 @@ def train_alone(skipped: int | None) -> str:
     optimizers = optimizers_of(model)
     for step in range(3):
         model.zero_grad()
-        loss_of(model, step, 0).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, 0).backward()
         for number, optimizer in enumerate(optimizers):
             if (step, number) != (1, skipped):
                 optimizer.step()

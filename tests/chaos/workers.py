@@ -140,7 +140,7 @@ def _until_error(
     number = 0
     while True:
         model.zero_grad()
-        loss_of(model, number, rank).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, number, rank).backward()
         try:
             step()
         except Exception as error:  # noqa: BLE001 - whatever it is, it is what is reported

@@ -82,7 +82,7 @@ def test_a_struct_is_passed_by_value(cupy: FakeCupy) -> None:
 
 def test_nothing_is_compiled_for_an_empty_grid(cupy: FakeCupy) -> None:
     CupyLauncher().launch("scatter", "gather_rows<uint32, int64>", 0, 64, (torch.zeros(0),))
-    assert cupy.compiled == cupy.launched == []
+    assert (cupy.compiled, cupy.launched) == ([], [])
 
 
 def test_a_missing_cupy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

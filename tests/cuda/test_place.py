@@ -30,7 +30,8 @@ class Reversed(Identity):
     def forward(self, index: torch.Tensor) -> torch.Tensor:
         return self.size - 1 - index
 
-    inverse = forward
+    def inverse(self, position: torch.Tensor) -> torch.Tensor:
+        return self.size - 1 - position
 
 
 def layout_of(name: str, rows: int, granule: int, servers: list[int], table_bytes: int = 0) -> Layout:

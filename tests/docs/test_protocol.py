@@ -73,7 +73,7 @@ def fields(struct: type[msgspec.Struct], generate: ModuleType) -> list[Row]:
     names |= {part: heading.lower() for heading, part in PARTS.items()} | {scheduler_messages.View: "view"}
     hints = get_type_hints(struct, include_extras=True)
     (base,) = struct.__bases__
-    own = struct.__struct_fields__[len(base.__struct_fields__) :]
+    own = struct.__struct_fields__[len(msgspec.structs.fields(base)) :]
     return [(f"`{name}`", generate.type_text(hints[name], names=names)) for name in own]
 
 

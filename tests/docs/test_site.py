@@ -14,8 +14,10 @@ import zenps as zps
 from zenps import errors
 
 # What the hooks and mkdocstrings read.
-PARTS = ("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "zenps", "worker", "server")
-PARTS += ("scheduler", "cuda", "examples", "benchmarks", "docker", "SECURITY.md")
+PARTS = (
+    *("mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs", "zenps", "worker", "server"),
+    *("scheduler", "cuda", "examples", "benchmarks", "docker", "SECURITY.md"),
+)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgpack
 import msgspec
@@ -244,7 +245,8 @@ class MagnitudesOfFloats:
         bound, most, wide = struct.unpack("<fHB", frames[0][:7].ljust(7, b"\0"))
         bound = abs(bound)
         data = frames[1] if len(frames) > 1 else b""
-        values = np.frombuffer(data[: len(data) // 8 * 8], np.float64 if wide % 2 else np.float32)
+        dtype: type[np.floating[Any]] = np.float64 if wide % 2 else np.float32
+        values = np.frombuffer(data[: len(data) // 8 * 8], dtype)
         assert np.array_equal(magnitudes.find(values, bound), self._numpy.find(values, bound))
         found = magnitudes.find_greatest(values, bound, most)
         assert np.array_equal(found, self._numpy.find_greatest(values, bound, most))
@@ -255,7 +257,7 @@ class MagnitudesOfFloats:
 
 
 def _from_scheduler(frames: Frames) -> None:
-    envelope, *others = map(memoryview, frames)
+    envelope, *others = [memoryview(frame) for frame in frames]
     message = _NODE_DECODER.decode(envelope, others)
     if isinstance(message, SharedView):
         decode_view(message, others)
@@ -323,8 +325,16 @@ _STREAM = msgspec.structs.replace(
 VIEW = View(1, 0, (MEMBER,), (MEMBER,), bytes(8192), 1)
 _NODE = NodeStatus("server", 0, "host", 1, "tcp://127.0.0.1:1", "", 1, "present", 4096, 0.1, {"rounds": 1.0})
 _STATUS = Status(
-    *("job", "running", 1, 10.0, {"seed": 1}, (_NODE,)),
-    *(60.0, "127.0.0.1:1", bytes(8192), (Change(1.0, "job", "running", 1),)),
+    "job",
+    "running",
+    1,
+    10.0,
+    {"seed": 1},
+    (_NODE,),
+    60.0,
+    "127.0.0.1:1",
+    bytes(8192),
+    (Change(1.0, "job", "running", 1),),
 )
 
 SEEDS: dict[str, list[Frames]] = {

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import fuzzer
 from tests.fuzz.fuzzer import CORPUS, fuzz, kept, mutate
 from tests.fuzz.targets import SEEDS, TARGETS, Frames
 from zenps.errors import ProtocolError
@@ -52,7 +51,7 @@ def test_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         raise IndexError(len(frames))
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(fuzzer.TARGETS, "node", lambda: crash)
+    monkeypatch.setitem(TARGETS, "node", lambda: crash)
     report = fuzz(100, seed=1, targets=["node"])
     assert len(report.crashes) == 100
     assert "IndexError" in report.crashes[0]

@@ -58,5 +58,5 @@ def test_an_agreed_exchange_has_the_bits_of_the_cpu(name: str) -> None:
         for left, right in zip(got, expected, strict=True):
             assert left.is_cuda
             assert_same(left.cpu(), right)
-    for left, right in zip(device.ranks, cpu.ranks, strict=True):
-        assert_same(left.sparsification.state_dict(), right.sparsification.state_dict())
+    for one, other in zip(device.ranks, cpu.ranks, strict=True):
+        assert_same(one.sparsification.state_dict(), other.sparsification.state_dict())

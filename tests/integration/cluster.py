@@ -28,7 +28,7 @@ import zmq
 import zenps as zps
 from tests.dealer import connect_dealer
 from zenps.config import sources as config
-from zenps.config.settings import SecurityConfig
+from zenps.config.settings import Config, SecurityConfig
 from zenps.keys import LIST_NAME, Keys, Player, load_keys
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.scheduler_messages import FromScheduler, NodeStatus, Status, StatusRequest
@@ -82,7 +82,7 @@ def copies_to_shared_memory() -> list[int]:
         copies.append(data.nbytes)
         return copy(arena, data, is_pooled=is_pooled)
 
-    Arena.copy = counted  # type: ignore[method-assign]
+    Arena.copy = counted  # type: ignore[assignment]
     return copies
 
 
@@ -358,7 +358,7 @@ def _serve(sets: Sequence[str]) -> None:
     serve(_load(sets, "server"))
 
 
-def _load(sets: Sequence[str], role: str) -> config.Config:
+def _load(sets: Sequence[str], role: str) -> Config:
     from zenps.observe import log
 
     loaded = config.load(sets=sets, environ={}).config

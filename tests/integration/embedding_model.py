@@ -33,10 +33,10 @@ class Model(nn.Module):
         result: Tensor = self.out(hidden)
         return result
 
-    def sparse(self) -> list[nn.Parameter]:
+    def sparse(self) -> list[Tensor]:
         return [self.words.weight, self.bag.weight, self.rare.weight]
 
-    def dense(self) -> list[nn.Parameter]:
+    def dense(self) -> list[Tensor]:
         return [p for p in self.parameters() if all(p is not sparse for sparse in self.sparse())]
 
 
@@ -66,7 +66,7 @@ OPTIMIZERS: dict[str, Optimizers] = {
 }
 
 
-def state_of(model: Model) -> dict[str, Tensor]:
+def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of all parameters."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 

@@ -70,7 +70,7 @@ class Rank:
         return wrapped
 
     def backward(self, loss: OfRank, **options: Any) -> None:
-        loss(zps.rank()).backward(**options)  # type: ignore[no-untyped-call]
+        loss(zps.rank()).backward(**options)
 
     def mean(self, value: OfRank, name: str) -> Tensor:
         return zps.allreduce(value(zps.rank()).detach(), name)
@@ -111,7 +111,7 @@ class GlobalBatch:
         return model
 
     def backward(self, loss: OfRank, **options: Any) -> None:
-        torch.stack([loss(rank) for rank in self._ranks]).mean().backward(**options)  # type: ignore[no-untyped-call]
+        torch.stack([loss(rank) for rank in self._ranks]).mean().backward(**options)
 
     def mean(self, value: OfRank, name: str) -> Tensor:
         return reduce_in_rank_order([value(rank) for rank in self._ranks], average=True)
@@ -152,7 +152,7 @@ class RankOrder(GlobalBatch):
         for rank in range(RANKS):
             for parameter in self._parameters:
                 parameter.grad = self._own[parameter][rank]
-            loss(rank).backward(**options)  # type: ignore[no-untyped-call]
+            loss(rank).backward(**options)
             for parameter in self._parameters:
                 self._own[parameter][rank] = parameter.grad
         for parameter in self._parameters:

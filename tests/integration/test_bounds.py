@@ -31,7 +31,7 @@ from zenps.wire.identity import identity_at
 from zenps.wire.messages import Failure, FromServer, Push
 from zenps.wire.scheduler_link import SchedulerLink, new_register
 from zenps.wire.scheduler_messages import StatusRequest
-from zenps.wire.sockets import connect, context, open_dealer, receive_frames
+from zenps.wire.sockets import Socket, connect, context, open_dealer, receive_frames, send_frames
 from zenps.worker.rounds.tracker import MAX_REPETITIONS
 from zenps.worker.transport import channel
 from zenps.worker.transport import server_sockets as servers
@@ -52,18 +52,19 @@ def flipped(frames: Sequence[memoryview], least: int) -> list[memoryview]:
 
 def damage(every: int) -> None:
     """From now on, one in ``every`` messages of this worker is damaged on its way, out and back."""
-    send, receive, count = servers.send_frames, channel.receive_frames, iter(range(1, 1 << 40))
+    count = iter(range(1, 1 << 40))
 
-    def send_damaged(socket: object, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
-        send(socket, prefix, flipped(frames, 8) if next(count) % every == 0 else frames)
+    def send_damaged(socket: Socket, prefix: Sequence[bytes], frames: Sequence[memoryview]) -> None:
+        send_frames(socket, prefix, flipped(frames, 8) if next(count) % every == 0 else frames)
 
-    def receive_damaged(socket: object) -> list[memoryview]:
-        frames = receive(socket)
+    def receive_damaged(socket: Socket) -> list[memoryview]:
+        frames = receive_frames(socket)
         return (
             frames[:1] + flipped(frames[1:], 8) if len(frames) == 3 and next(count) % every == 0 else frames
         )
 
-    servers.send_frames, channel.receive_frames = send_damaged, receive_damaged
+    servers.send_frames = send_damaged  # type: ignore[attr-defined]
+    channel.receive_frames = receive_damaged  # type: ignore[attr-defined]
 
 
 def train_damaged(every: int, done: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -298,7 +299,7 @@ def stall(
         again = open_dealer(ctx, identity_at(0, link.identity), MIB)
         connect(again, view.servers[0].address)
         again.send_multipart(message(step - 1))
-        if again.poll(1000 * DEADLINE_SECONDS):
+        if again.poll(round(1000 * DEADLINE_SECONDS)):
             told.append(Decoder(JOB, FromServer).decode(receive_frames(again)[0]))
         again.close(linger=0)
         link.leave()

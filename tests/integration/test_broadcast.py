@@ -18,8 +18,8 @@ from tests.worker.collectives.test_loading import Momentum32
 def every_dtype(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     numbers = torch.randn(6, 5)
-    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
-    dtypes += (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+    dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    dtypes += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
     state = {str(dtype): (9 * numbers.abs()).to(dtype) for dtype in dtypes}
     state["0-dim"] = torch.tensor(rank + 1)
     state["empty"] = torch.empty(0, 3)
@@ -154,7 +154,7 @@ def broadcast_what_one_rank_cannot() -> dict[str, Any]:
     unpacked, broken = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
     if is_root:
         unpacked.param_groups[0]["what"] = object()
-        broken.state_dict = lambda: 1 / 0  # type: ignore[method-assign]
+        broken.state_dict = lambda: 1 / 0  # type: ignore[assignment,return-value]
     no_tensor: Any = {"weight": torch.ones(3) if is_root else 7}
     none_at_root: Any = {"weight": 7 if is_root else torch.ones(3)}
     return {

@@ -77,7 +77,8 @@ class Model(nn.Module):
 
 def parallel() -> dict[str, Any]:
     torch.manual_seed(bps.rank())
-    model = bps.DistributedDataParallel(Model(), device_ids=[None])
+    local = Model()
+    model = bps.DistributedDataParallel(local, device_ids=[None])
     rows = torch.tensor([[0, 1], [2, 3 + bps.rank()]])
     with model.no_sync():
         model(rows, True).square().sum().backward()
@@ -89,10 +90,10 @@ def parallel() -> dict[str, Any]:
     else:
         model(rows, True)
         model.synchronize()
-    halves = model.module.branch.weight.grad
+    halves = local.branch.weight.grad
     with torch.no_grad():
         model.eval()(rows, True)
-    return {"averages": averages, "halves": halves, "mean": model.module.norm.running_mean}
+    return {"averages": averages, "halves": halves, "mean": local.norm.running_mean}
 
 
 def refusals() -> dict[str, Any]:
@@ -196,9 +197,12 @@ def test_alone() -> None:
         assert hvd.allreduce(torch.tensor([3])).tolist() == [3]
         assert hvd.allgather_object((1,)) == [(1,)]
         assert bps.push_pull(torch.tensor([3.0]), name="x").tolist() == [3]
-        model = bps.DistributedDataParallel(nn.Linear(1, 1))
+        local = nn.Linear(1, 1)
+        model = bps.DistributedDataParallel(local)
         model(torch.ones(1, 1)).sum().backward()
-        assert model.module.weight.grad.tolist() == [[1]]
+        assert model.module is local
+        assert local.weight.grad is not None
+        assert local.weight.grad.tolist() == [[1]]
     finally:
         hvd.shutdown()
     assert not zps.is_initialized()

@@ -53,7 +53,7 @@ def train(path: Path, fail_at: int = -1) -> dict[int, Step]:
     state = zps.TrainingState(model, optimizers, step=0, has_ended=False)
     steps = {}
     while not state.has_ended:
-        loss_of(model, state.step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, state.step, zps.rank()).backward()
         if state.step == fail_at:
             raise RuntimeError("as a script does that fails")
         for optimizer in optimizers:
@@ -83,7 +83,7 @@ def train_in_one_process(steps: dict[int, Step], since: int, count: int, ranks: 
     for step in range(since + 1, since + 1 + count):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in ranks) / len(ranks)).backward()
+        (sum((loss_of(model, step, rank) for rank in ranks), torch.zeros(())) / len(ranks)).backward()
         for optimizer in optimizers:
             optimizer.step()
     return state_of(model)

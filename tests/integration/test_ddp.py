@@ -128,7 +128,7 @@ def train_in_one_process() -> dict[str, Tensor]:
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         optimizer.step()
     return state_of(model)
 

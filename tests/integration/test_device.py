@@ -28,7 +28,7 @@ def pretend_that_the_cpu_is_a_gpu(accelerator: Accelerator | None = None) -> Non
     def always(planner: Planner, tensor: Tensor) -> Accelerator:
         return accelerator
 
-    Planner._accelerator = always  # type: ignore[method-assign]
+    Planner._accelerator = always  # type: ignore[assignment]
 
 
 def train(name: str) -> dict[str, Tensor]:
@@ -100,7 +100,7 @@ def sparsify_on_both() -> list[dict[str, Tensor]]:
         launched.append(source)
         launch(source, *args)
 
-    accelerator.launcher.launch = noted  # type: ignore[method-assign]
+    accelerator.launcher.launch = noted  # type: ignore[assignment]
     Sparsification._accelerator = lambda self, tensor: accelerator  # type: ignore[method-assign]
     on_a_device = sparsify("device")
     assert set(launched) == {"threshold_compact"}
@@ -148,8 +148,8 @@ def test_what_a_gpu_pushes_is_shared_with_servers_without_another_copy() -> None
 
 def push_what_is_outside_first() -> tuple[object, Tensor, list[float]]:
     pretend_that_the_cpu_is_a_gpu()
-    wrong = torch.sparse_coo_tensor([[50]], torch.ones(1, 3), (50, 3), check_invariants=False)
-    right = torch.sparse_coo_tensor([[zps.rank(), 49]], torch.ones(2, 3), (50, 3))
+    wrong = torch.sparse_coo_tensor(torch.tensor([[50]]), torch.ones(1, 3), (50, 3), check_invariants=False)
+    right = torch.sparse_coo_tensor(torch.tensor([[zps.rank(), 49]]), torch.ones(2, 3), (50, 3))
     refused = attempt(zps.push_pull, wrong, "weight")
     pending = [zps.push_pull_async(torch.full((size,), float(zps.rank())), f"{size}") for size in (3, 50_000)]
     return (
@@ -173,7 +173,7 @@ def push_many() -> list[bool]:
     """More tensors in flight than the device has prepared, polled and awaited out of order."""
     pretend_that_the_cpu_is_a_gpu()
     gradients = [
-        torch.sparse_coo_tensor([[zps.rank(), 7]], torch.full((2, 3), float(index)), (50, 3))
+        torch.sparse_coo_tensor(torch.tensor([[zps.rank(), 7]]), torch.full((2, 3), float(index)), (50, 3))
         for index in range(20)
     ]
     pending = [

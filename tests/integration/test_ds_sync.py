@@ -62,7 +62,7 @@ def train(steps: int = STEPS, jitter_seconds: float = 0.0) -> tuple[State, State
     for step in range(steps):
         time.sleep(jitter_seconds * ((5 * step + zps.rank()) % 3))
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     before = state_of(model)
     zps.average_parameters()
@@ -86,7 +86,7 @@ def train_in_one_process(ranks: int, group: int) -> tuple[list[State], State]:
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
-            loss_of(model, step, rank).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, step, rank).backward()
             optimizer.step()
         for members in cycle[step % len(cycle)]:
             together = [models[rank] for rank in members]
@@ -150,7 +150,7 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> State:
         optimizer.load_state_dict(saved["optimizer"])
     for step in range(begin, end):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     return state_of(model)
@@ -240,7 +240,7 @@ def test_models_that_differ_are_an_error_on_all_ranks() -> None:
 def step_unequally_often() -> Any:
     model = make_model()
     optimizer = wrap(model)
-    loss_of(model, 0, 0).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, 0, 0).backward()
     if zps.rank() == 1:
         optimizer._consistency.step = 1
     return attempt(optimizer.step), attempt(optimizer.step)
@@ -260,7 +260,7 @@ def train_until_one_is_late() -> Any:
     for step in range(4):
         if (zps.rank(), step) == (1, 2):
             time.sleep(8)
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         result = attempt(optimizer.step)
         if result is not None:
             return result
@@ -293,7 +293,7 @@ def train_for_long(directory: Path) -> Any:
     model = make_model()
     optimizer = wrap(model)
     for step in range(10_000):
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         result = attempt(optimizer.step)
         if result is not None:
             return result, attempt(optimizer.step)
@@ -319,7 +319,7 @@ def interrupt_and_go_on(directory: Path) -> State:
     optimizer = wrap(model)
     for step in range(6):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         if (zps.rank(), step) == (1, 2):
             await_file(directory / "interrupted")
         if (zps.rank(), step) == (0, 2):
@@ -344,7 +344,7 @@ def test_ctrl_c_ends_a_wait_and_training_can_go_on(tmp_path: Path) -> None:
     for step in range(6):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
-            loss_of(model, step, rank).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, step, rank).backward()
             optimizer.step()
         average_models(models, takers=models[1:] if step == 2 else models)
     assert_bits(results)

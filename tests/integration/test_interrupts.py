@@ -95,7 +95,7 @@ def at_every_point(kind: str, stride: int) -> int:
         "small": lambda n: torch.full((256,), float(n)),
         "large": lambda n: torch.arange(100_000.0) + n,
         "sparse": lambda n: torch.sparse_coo_tensor(
-            [[1, 5000, 1]], torch.full((3, 8), float(n)), (10_000, 8)
+            torch.tensor([[1, 5000, 1]]), torch.full((3, 8), float(n)), (10_000, 8)
         ),
     }
     after, interrupted = 1, 0

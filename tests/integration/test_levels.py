@@ -423,7 +423,7 @@ def test_results_hold_no_descriptors() -> None:
     assert sums == [expected_sums] * 2
 
 
-def push_under_limit(limited: int) -> tuple[list[Tensor], int]:
+def push_under_limit(limited: int) -> tuple[Tensor, int]:
     """Joins with a limit of address space on one rank; the sum, and how many rounds its ranks exchanged."""
     if int(os.environ["RANK"]) == limited:
         resource.setrlimit(resource.RLIMIT_AS, (1 << 38, resource.RLIM_INFINITY))

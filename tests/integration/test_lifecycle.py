@@ -184,9 +184,9 @@ def test_a_fork_of_a_worker_is_refused_and_leaves_the_worker_alone() -> None:
 def in_a_fork_with_handles(go_on: Path) -> list[str]:
     """What rank 0's fork reads of a handle in flight and of one with its result; then its own result."""
     if zps.rank():
-        there = zps.push_pull(torch.ones(3), "there")
+        own = zps.push_pull(torch.ones(3), "there")
         await_file(go_on)
-        return [str(there.tolist()), str(zps.push_pull(torch.ones(3), "in flight").tolist())]
+        return [str(own.tolist()), str(zps.push_pull(torch.ones(3), "in flight").tolist())]
     there = zps.push_pull_async(torch.ones(3), "there")
     zps.synchronize(there)
     handle = zps.push_pull_async(torch.ones(3), "in flight")
@@ -218,7 +218,7 @@ def without_memory() -> Any:
     def full(arena: Arena, data: memoryview, *, is_pooled: bool = True) -> memoryview:
         raise TensorError("no memory")
 
-    copy, Arena.copy = Arena.copy, full  # type: ignore[method-assign]
+    copy, Arena.copy = Arena.copy, full  # type: ignore[assignment]
     failed = attempt(zps.push_pull, tensor, "x")
     Arena.copy = copy  # type: ignore[method-assign]
     return failed, zps.push_pull(2 * tensor, "x")
@@ -281,7 +281,7 @@ def threads_after_shutdown(lingering: str) -> list[str]:
         if thread.name == lingering:
             time.sleep(0.5)
 
-    threading.Thread.run = run_and_linger  # type: ignore[method-assign]
+    threading.Thread.run = run_and_linger  # type: ignore[assignment]
     zps.init()
     zps.push_pull(torch.ones(100_000), "dense")
     names = [thread.name for thread in threading.enumerate()]

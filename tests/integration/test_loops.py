@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def a_layer_in_some_passes(loop: Loop) -> State:
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(2):
-            loop.mean(lambda rank, step=step, part=part: loss(step, rank, part)).backward()
+            loop.mean(partial(loss, step, part=part)).backward()
         optimizer.step()
     return state_of(model)
 
@@ -164,13 +165,13 @@ def gan(loop: Loop, clear: Callable[[nn.Module, Any], None] | None = None) -> St
     clear = clear or (lambda _, optimizer: optimizer.zero_grad())
     for step in range(STEPS):
         clear(critic, of_critic)
-        loop.mean(lambda rank, step=step: -critic(_noise(step, rank, 0, 4)).mean()).backward()
+        loop.mean(lambda rank, step=step: -critic(_noise(step, rank, 0, 4)).mean()).backward()  # type: ignore[misc]
         loop.mean(
-            lambda rank, step=step: critic(generator(_noise(step, rank, 1, 3)).detach()).mean()
+            lambda rank, step=step: critic(generator(_noise(step, rank, 1, 3)).detach()).mean()  # type: ignore[misc]
         ).backward()
         of_critic.step()
         clear(generator, of_generator)
-        loop.mean(lambda rank, step=step: -critic(generator(_noise(step, rank, 2, 3))).mean()).backward()
+        loop.mean(lambda rank, step=step: -critic(generator(_noise(step, rank, 2, 3))).mean()).backward()  # type: ignore[misc]
         of_generator.step()
     return {**critic.state_dict(prefix="critic."), **generator.state_dict(prefix="generator.")}
 
@@ -187,7 +188,7 @@ def scaler_in_its_usual_order(loop: Loop) -> State:
     for step in range(STEPS):
         optimizer.zero_grad()
         overflow = [1.0, float("inf") if step == 1 else 1.0]
-        loss = loop.mean(lambda rank, step=step, by=overflow: loss_of(model, step, rank) * by[rank])
+        loss = loop.mean(lambda rank, step=step, by=overflow: loss_of(model, step, rank) * by[rank])  # type: ignore[misc]
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -376,8 +377,10 @@ def uneven() -> State:
 
 def uneven_in_one_process() -> State:
     """Averages are divided by the number of all ranks."""
-    states = {}
-    for number, make in enumerate((sgd, lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1))):
+    states: State = {}
+    makers: list[Callable[[Model], torch.optim.Optimizer]]
+    makers = [sgd, lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1)]
+    for number, make in enumerate(makers):
         model = make_model()
         optimizer = make(model)
         for step in range(max(UNEVEN)):

@@ -41,7 +41,8 @@ def train_parameters_with_the_names_of_what_ranks_ask() -> list[float]:
     for step in range(3):
         optimizer.zero_grad()
         ids = torch.tensor([zps.rank(), 2])
-        sum(embedding(ids, named[name], sparse=True).sum() for name in ("kinds", "differing")).backward()
+        losses = [embedding(ids, named[name], sparse=True).sum() for name in ("kinds", "differing")]
+        sum(losses, torch.zeros(())).backward()
         if step == 1:
             optimizer.add_param_group({"params": [named["later"]]})
         optimizer.step()

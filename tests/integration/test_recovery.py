@@ -43,7 +43,7 @@ def train(path: Path, until: Path | None = None) -> State:
     ]
     big = torch.zeros(70_000)
     for step in range(STEPS):
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

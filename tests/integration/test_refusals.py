@@ -262,7 +262,11 @@ def step_with_a_tied_table(uses: Sequence[tuple[bool, bool]]) -> list[Any]:
         rows = [table(torch.tensor([0]))] if is_sparse else []
         torch.cat([*rows, table.weight] if is_dense else rows).sum().backward()
         stepped = attempt(optimizer.step)
-        results.append(stepped.text if stepped else table.weight.grad.is_sparse)
+        if stepped:
+            results.append(stepped.text)
+        else:
+            assert table.weight.grad is not None
+            results.append(table.weight.grad.is_sparse)
     return results
 
 

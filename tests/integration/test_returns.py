@@ -44,7 +44,7 @@ def train(path: Path, returns: tuple[str, ...] = ()) -> State:
     while not now.state.has_ended:
         with zps.join(*now.optimizers):
             for step in range(1 + zps.rank()):
-                loss_of(now.model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+                loss_of(now.model, step, zps.rank()).backward()
                 for optimizer in now.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()

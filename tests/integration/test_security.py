@@ -136,7 +136,8 @@ class Intruder(NamedTuple):
         socket = self.open(address, peer)
         for message in messages:
             payload = [bytes(12)] * isinstance(message, Push)
-            socket.send_multipart([encode("default", message, [*map(memoryview, payload)]), *payload])
+            frames = [memoryview(part) for part in payload]
+            socket.send_multipart([encode("default", message, frames), *payload])
         return socket
 
 
@@ -372,7 +373,7 @@ class Known(NamedTuple):
 def train_as_known(directory: Path) -> Known:
     """Trains under a known identity."""
     if os.environ["RANK"] == "0":
-        scheduler_link.new_identity = lambda role: KNOWN
+        scheduler_link.new_identity = lambda role: KNOWN  # type: ignore[attr-defined]
     zps.init()
     seen, until = Known(), time.monotonic() + 100
     try:
@@ -433,7 +434,7 @@ def test_who_has_a_server_and_another_worker_s_key_cuts_no_connection(keys: Path
                 socket = thief.open(address, "server-1", identity)
                 for message in (Here(), push_as(0)):
                     payload = [bytes(12)] * isinstance(message, Push)
-                    frames = [*map(memoryview, payload)]
+                    frames = [memoryview(part) for part in payload]
                     socket.send_multipart([encode("default", message, frames), *payload])
                 time.sleep(0.1)
                 socket.close(linger=0)

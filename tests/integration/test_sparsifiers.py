@@ -64,7 +64,7 @@ def train() -> tuple[dict[str, Tensor], zps.Stats]:
     )
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     return values_of(model), zps.stats()
 
@@ -92,7 +92,7 @@ class Expected:
             gradients: dict[str, list[Tensor]] = {name: [] for name in values_of(self.model)}
             for rank in range(RANKS):
                 self.model.zero_grad()
-                loss_of(self.model, step, rank).backward()  # type: ignore[no-untyped-call]
+                loss_of(self.model, step, rank).backward()
                 for name, parameter in self.model.named_parameters():
                     assert parameter.grad is not None
                     gradients[name].append(parameter.grad.clone())
@@ -196,7 +196,7 @@ def train_past_losses(directory: Path) -> tuple[dict[str, Tensor], int]:
     )
     for step in range(4 * STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
         if zps.rank() == 0:
             (directory / f"step{step}").touch()
@@ -260,7 +260,7 @@ def train_floats() -> tuple[dict[str, Tensor], float, float]:
         generator = torch.Generator().manual_seed(zps.rank())
         inputs = torch.randn(64, 40, generator=generator)
         loss = nn.functional.cross_entropy(model(inputs), inputs[:, :7].argmax(1))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(float(loss))
     return values_of(model), losses[0], losses[-1]
@@ -321,7 +321,7 @@ def wrap_one_after_the_other() -> list[set[str]]:
         optimizer: Any = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=RATE))
         for step in range(2):
             optimizer.zero_grad()
-            loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, step, zps.rank()).backward()
             optimizer.step()
         found.append(saved())
         del optimizer
@@ -348,7 +348,7 @@ def train_with_ddp(store: Path) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), RATE)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     stats = zps.stats()
     dist.destroy_process_group()
@@ -439,7 +439,7 @@ def train_on(steps: int) -> list[Any]:
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), RATE), model.named_parameters())
     found = []
     for step in range(steps):
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         found.append(attempt(optimizer.step))
         optimizer.zero_grad()
     return found
@@ -528,7 +528,7 @@ def throw_away(way: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tens
     def train_on(steps: range) -> None:
         for step in steps:
             for _ in range(2 if way == "a pass of two" else 1):
-                float_loss(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+                float_loss(model, step, zps.rank()).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -631,7 +631,7 @@ def train_with_sgd(path: Path, **settings: Any) -> tuple[dict[str, Tensor], dict
     )
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     torch.save(optimizer.state_dict(), path / f"{zps.rank()}")
     return values_of(model), optimizer.param_groups[0] | {"params": None}
@@ -643,7 +643,7 @@ def sgd_in_one_process(**settings: Any) -> dict[str, Tensor]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss: Tensor = sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS  # type: ignore[assignment]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return values_of(model)
 
@@ -703,7 +703,7 @@ def load_the_state_of_sgd() -> list[Any]:
     found: list[Any] = []
     for momentum in (0.5, 0.4):
         optimizer.param_groups[0]["momentum"] = momentum
-        loss_of(model, 0, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, 0, zps.rank()).backward()
         found += [attempt(optimizer.step), optimizer.param_groups[0]["momentum"]]
         optimizer.zero_grad()
     assert optimizer._correction is not None
@@ -755,15 +755,16 @@ def freeze_later() -> tuple[Tensor, Tensor]:
     optimizer = zps.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), 0.01, weight_decay=0.1), model.named_parameters()
     )
-    before = torch.empty(0)
+    before, first = torch.empty(0), model[0]
+    assert isinstance(first, nn.Linear)
     for step in range(2 * STEPS):
         if step == STEPS:
-            model[0].requires_grad_(requires_grad=False)
-            before = model[0].weight.detach().clone()  # type: ignore[operator]
+            first.requires_grad_(requires_grad=False)
+            before = first.weight.detach().clone()
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
-    return before, model[0].weight.detach()  # type: ignore[return-value]
+    return before, first.weight.detach()
 
 
 def test_a_parameter_that_is_frozen_stays_as_it_is() -> None:
@@ -824,7 +825,7 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor
         zps.load_sparsifier_state_dict(saved["sparsifier"])
     for step in range(begin, end):
         optimizer.zero_grad()
-        loss_of(model, step, zps.rank()).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, step, zps.rank()).backward()
         optimizer.step()
     states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(states | {"sparsifier": zps.sparsifier_state_dict()}, path)
@@ -859,7 +860,7 @@ def load_wrong_states(directory: Path, tensors: str) -> list[Any]:
     wrong = {name: each | {"residual": torch.zeros(5)} for name, each in state["tensors"].items()}
     zps.load_sparsifier_state_dict(state | {"tensors": {"other": {}} if tensors == "others" else wrong})
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), RATE), model.named_parameters())
-    loss_of(model, 0, zps.rank()).backward()  # type: ignore[no-untyped-call]
+    loss_of(model, 0, zps.rank()).backward()
     return [*refused, attempt(optimizer.step)]
 
 

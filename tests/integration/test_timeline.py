@@ -29,7 +29,7 @@ def train(path: Path, rank: int) -> None:
     """Steps until rank 0 sees a file. Rank 1 is on a machine whose clock is another."""
     if rank == 1:
         ahead = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + SKEW_SECONDS * 10**9)
-        clock.time = ahead  # type: ignore[attr-defined]
+        clock.time = ahead  # type: ignore[assignment,attr-defined]
     zps.init()
     began = time.monotonic()
     while not one_step(path):
@@ -151,7 +151,7 @@ def test_spans_of_a_thread_nest(outcome: Outcome) -> None:
             threads[event["pid"], event["tid"]].append((event["ts"], -event["dur"]))
     assert len(threads) >= 4
     for spans in threads.values():
-        open_until = []
+        open_until: list[float] = []
         for begin, duration in sorted(spans):
             while open_until and open_until[-1] <= begin + 0.01:  # times are rounded to nanoseconds
                 open_until.pop()
@@ -162,7 +162,7 @@ def test_spans_of_a_thread_nest(outcome: Outcome) -> None:
 def test_all_are_on_one_clock(outcome: Outcome) -> None:
     """A sum comes after what is summed and before what is pulled, by the clocks of three processes."""
     ends = {(event["pid"], event["id"]): event["ts"] for event in outcome.of("worker", ph="e")}
-    pushed, pulled = defaultdict(dict), defaultdict(dict)
+    pushed, pulled = defaultdict[Any, dict[str, float]](dict), defaultdict[Any, dict[str, float]](dict)
     for event in outcome.of("worker"):
         if event.get("cat") not in ("push", "pull") or event["ph"] not in "Xb":
             continue

@@ -115,6 +115,6 @@ def train_in_one_process() -> dict[str, torch.Tensor]:
     (optimizer,) = OPTIMIZERS["sgd"](model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()  # type: ignore[union-attr]
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         optimizer.step()
     return state_of(model)

@@ -60,7 +60,7 @@ def train_in_one_process(name: str) -> dict[str, Tensor]:
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         for optimizer in optimizers:
             optimizer.step()
     return state_of(model)
@@ -116,7 +116,7 @@ def clip_in_one_process() -> dict[str, Tensor]:
     (optimizer,) = OPTIMIZERS["momentum"](model)
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         nn.utils.clip_grad_norm_(model.dense(), 0.05)
         optimizer.step()
     return state_of(model)
@@ -150,7 +150,7 @@ def scale_in_one_process() -> dict[str, Tensor]:
     for step in (0, *range(2, STEPS)):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         for optimizer in optimizers:
             optimizer.step()
     return state_of(model)
@@ -220,7 +220,7 @@ def schedule() -> tuple[dict[str, Tensor], list[float]]:
         loss_of(model, step, zps.rank()).backward()
         optimizer.step()
         scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
+        rates.append(float(scheduler.get_last_lr()[0]))
     return state_of(model), rates
 
 
@@ -231,10 +231,10 @@ def schedule_in_one_process() -> tuple[dict[str, Tensor], list[float]]:
     rates = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in range(RANKS)) / RANKS).backward()
+        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
         optimizer.step()
         scheduler.step()
-        rates.append(scheduler.get_last_lr()[0])
+        rates.append(float(scheduler.get_last_lr()[0]))
     return state_of(model), rates
 
 
@@ -465,7 +465,7 @@ def test_training_goes_on_after_a_step_that_was_refused(results: list[dict[str, 
     (optimizer,) = OPTIMIZERS["sgd"](model)
     for step, ranks in ((0, [0]), (2, range(RANKS))):
         optimizer.zero_grad()
-        (sum(loss_of(model, step, rank) for rank in ranks) / len(ranks)).backward()
+        (sum((loss_of(model, step, rank) for rank in ranks), torch.zeros(())) / len(ranks)).backward()
         optimizer.step()
     for outcome in results:
         is_same, weights = outcome["misuse"]["refused"]

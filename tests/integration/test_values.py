@@ -55,7 +55,7 @@ def train(progress: Path | None = None) -> dict[str, Any]:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = model.loss(step, zps.rank(), uses_rare=zps.rank() == 1)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         without_gradient |= {name for name, p in model.named_parameters() if p.grad is None}
         losses.append(zps.push_pull(loss.detach(), "loss").item())
@@ -162,7 +162,7 @@ def train_with_a_pause() -> tuple[Tensor, Tensor, Tensor]:
         loss = used @ gradients[1]
         if uses_both:
             loss = loss + paused @ gradients[0]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     (kept,) = optimizer._consistency._pushes._residuals._tables.values()
     return -paused.detach(), kept[100:200, 0], 2 * gradients[0]  # buckets are filled from the end
@@ -197,7 +197,7 @@ def train_with_ddp(store: Path) -> tuple[int, Tensor, Tensor, Tensor]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     for _ in range(4):
         optimizer.zero_grad()
-        ddp().backward()  # type: ignore[no-untyped-call]
+        ddp().backward()
         optimizer.step()
     dist.destroy_process_group()
     kept = torch.cat([each.view(-1) for each in state._residuals._tables.values()])

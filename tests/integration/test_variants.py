@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 SECONDS = 180.0
 """All variants take each rank 18 s of processor time, and beside much other work three times as long."""
 
-TOLERANCES = {torch.bfloat16: {"rtol": 0.02, "atol": 0.01}}
+TOLERANCES: dict[torch.dtype, dict[str, Any]] = {torch.bfloat16: {"rtol": 0.02, "atol": 0.01}}
 """Of other orders of sums; for other dtypes, torch's own, such as 1e-7 of float64."""
 
 

@@ -172,7 +172,7 @@ def retained_graph(training: Training) -> None:
 
         training.clear()
         training.party.backward(loss, retain_graph=True)
-        training.party.backward(lambda rank, loss=loss: loss(rank).square())
+        training.party.backward(lambda rank, loss=loss: loss(rank).square())  # type: ignore[misc]
         training.step()
 
 
@@ -233,12 +233,12 @@ def uneven_last_batch(training: Training) -> None:
     for step in range(STEPS):
         sizes = [BATCH, BATCH // 3 if step == STEPS - 1 else BATCH]
         mean = training.party.mean(
-            lambda rank, sizes=sizes: torch.tensor(float(sizes[rank]), dtype=torch.float64),
+            lambda rank, sizes=sizes: torch.tensor(float(sizes[rank]), dtype=torch.float64),  # type: ignore[misc]
             f"{training.name}/size",
         )
         training.clear()
         training.party.backward(
-            lambda rank, step=step, sizes=sizes, mean=mean: (
+            lambda rank, step=step, sizes=sizes, mean=mean: (  # type: ignore[misc]
                 training.loss(step, rank, size=sizes[rank]) * (sizes[rank] / mean)
             )
         )
@@ -314,7 +314,7 @@ def scaled(training: Training, **options: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", **options)
     for step in range(STEPS):
         training.clear()
-        training.party.backward(lambda rank, step=step: scaler.scale(training.loss(step, rank)))
+        training.party.backward(lambda rank, step=step: scaler.scale(training.loss(step, rank)))  # type: ignore[misc]
         for optimizer in training.optimizers:
             scaler.step(optimizer)
         scaler.update()

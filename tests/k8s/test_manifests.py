@@ -183,7 +183,7 @@ def test_a_mistake_is_found(mistake: str) -> None:
 
 def jobs(file: str) -> dict[str, Document]:
     """The Job or StatefulSet of each role."""
-    found = {}
+    found: dict[str, Document] = {}
     for document in documents(file):
         if document["kind"] == "JobSet":
             found |= {job["name"]: job["template"] for job in document["spec"]["replicatedJobs"]}

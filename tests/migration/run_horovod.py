@@ -147,7 +147,7 @@ def main() -> None:
 def run(tests: list[unittest.TestCase]) -> bool:
     """Returns whether none has failed."""
     with open(os.devnull, "w") as nowhere:
-        runner = unittest.TextTestRunner(resultclass=Result, stream=nowhere)
+        runner = unittest.TextTestRunner(resultclass=Result, stream=nowhere)  # type: ignore[arg-type]
         return runner.run(unittest.TestSuite(tests)).wasSuccessful()
 
 

@@ -80,7 +80,7 @@ WORKERS_NETWORK = {"cluster.scheduler": "10.77.1.1:9100"}
 
 def test_servers_with_two_addresses(expected: State, tmp_path: Path) -> None:
     """Servers advertise their address on the route to the scheduler by default; workers need the other."""
-    own: dict[str, dict[str, object]] = {
+    own: dict[str, Mapping[str, object]] = {
         "scheduler": {"cluster.scheduler": "0.0.0.0:9100"},
         "worker0": WORKERS_NETWORK,
         "worker1": WORKERS_NETWORK,

@@ -68,12 +68,14 @@ def test_tag_of_the_wheel_is_that_of_its_library(wheel: Path) -> None:
 
 
 def test_indexes_would_accept_both(dist: Path, wheel: Path) -> None:
-    for command in (["twine", "check", "--strict", *dist.iterdir()], ["check_wheel_contents", wheel]):
+    twine: list[str | Path] = ["twine", "check", "--strict", *dist.iterdir()]
+    for command in (twine, ["check_wheel_contents", wheel]):
         done = call([sys.executable, "-m", *command], dist)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_source_distribution_installs_without_a_compiler(sdist: Path, tmp_path: Path) -> None:
+    command: list[str | Path]
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, sdist]
     done = call(command, tmp_path, CC="/bin/false")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -100,7 +102,7 @@ def test_readme_s_example_runs_on_a_cluster(
     folder: Path = request.getfixturevalue(programs)
     example = (ROOT / "README.md").read_text("utf-8").partition("```python\n")[2].partition("```")[0]
     (tmp_path / "train.py").write_text(example)
-    launch = [folder / "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
+    launch: list[str | Path] = [folder / "zenps", "launch", "--workers", "2", "--servers", "2", "--"]
     done = call([*launch, folder / "python", "train.py"], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
@@ -111,7 +113,15 @@ def test_example_of_the_source_distribution_runs(bin_of_installed: Path, sdist: 
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (example,) = tmp_path.glob("*/examples/deepfm.py")
-    launch = [bin_of_installed / "zenps", "launch", "--workers", "2", "--servers", "1", "--"]
+    launch: list[str | Path] = [
+        bin_of_installed / "zenps",
+        "launch",
+        "--workers",
+        "2",
+        "--servers",
+        "1",
+        "--",
+    ]
     command = [*launch, bin_of_installed / "python", example, "--steps", "3"]
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -119,6 +129,7 @@ def test_example_of_the_source_distribution_runs(bin_of_installed: Path, sdist: 
 
 def test_types_are_installed(bin_of_installed: Path, tmp_path: Path) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
+    command: list[str | Path]
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", bin_of_installed / "python"]
     # Without a configuration file, as a user of the package has none of ours.
     done = call([*command, "--config-file=", "typed.py"], tmp_path)

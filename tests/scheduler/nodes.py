@@ -9,6 +9,7 @@ import msgspec
 
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.actions import Send
+from zenps.scheduler.membership.states import JobState
 from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Departed, FromScheduler, Heartbeat, Refused, Register, View
@@ -46,7 +47,7 @@ def register(
     rank: int = -1,
     pid: int = 100,
     host: str = "box",
-    changed: dict[str, str | int] | None = None,
+    changed: dict[str, str | int | float] | None = None,
     generation: int = 0,
     restarts: int = 0,
 ) -> Register:
@@ -117,6 +118,11 @@ def running(
     confirm(membership, map(server, range(servers)))
     assert membership.state == "running"
     return membership
+
+
+def state_of(membership: Membership) -> JobState:
+    """For a second assertion: after a first one, mypy takes the attribute for a constant."""
+    return membership.state
 
 
 def confirm(membership: Membership, peers: Iterable[bytes], now: float = 0.0) -> list[Send]:

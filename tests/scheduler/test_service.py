@@ -302,6 +302,7 @@ def test_a_small_status_is_unread_until_tcp_has_taken_it(scheduler: _Service) ->
         peer = scheduler._socket.recv_multipart()[0]
         full = scheduler._socket.send_multipart([peer, bytes(64 << 20)], copy=False, track=True)
         scheduler._send([Send(peer, scheduler._membership.status(0.0))])
+        assert full is not None
         with pytest.raises(zmq.NotDone):
             full.wait(0.3)
         assert scheduler._has_unread(peer)
@@ -398,7 +399,7 @@ def test_a_message_that_is_none_is_counted_and_logged_once_for_each_peer(
         while not dealer.poll(10):  # the last is answered: the peer should register
             assert time.monotonic() < until
             scheduler._receive()
-        assert Decoder("default", WhoAreYou).decode(dealer.recv())
+        assert isinstance(Decoder("default", WhoAreYou).decode(dealer.recv()), WhoAreYou)
     name = "zenps_protocol_errors_total"
     assert registry.get_sample_value(name, {"reason": "envelope"}) == 2
     assert registry.get_sample_value(name, {"reason": "job"}) == 1
@@ -437,7 +438,8 @@ def test_a_node_that_cannot_be_sent_to_does_not_keep_others_from_their_messages(
     def send(peer: bytes, frames: Sequence[bytes], *, is_status: bool) -> None:
         if peer in fails:
             raise zmq.ZMQError(fails[peer])
-        sent.append((peer, *frames))
+        (envelope,) = frames
+        sent.append((peer, envelope))
 
     monkeypatch.setattr(scheduler, "_send_frames", send)
     refused = Refused("lost", "the job has failed")

@@ -81,8 +81,9 @@ def test_a_job_as_its_nodes_its_operator_and_its_records_see_it(
     config = Config(sync=SyncConfig(trace=str(tmp_path / "trace.json")))
 
     def play(cluster: ClusterConfig) -> tuple[Status, str, dict[str, Any]]:
+        roles: list[Role] = ["server", "worker"]
         with context() as ctx, ThreadPoolExecutor() as pool:
-            links = {role: SchedulerLink(ctx, cluster, role) for role in ("server", "worker")}
+            links = {role: SchedulerLink(ctx, cluster, role) for role in roles}
             server, worker = (Node(link, role, config) for role, link in links.items())
             joining = pool.submit(server.join)
             view = worker.join()

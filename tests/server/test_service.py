@@ -170,7 +170,7 @@ def test_a_view_that_comes_again_is_confirmed_and_changes_nothing(monkeypatch: p
         (reply,) = service._rounds.on_push(make_held(1, KEY), 0.0)
         for _ in range(2):
             assert scheduler.poll(WAIT_MS)
-            beat = Decoder("job", ToScheduler).decode(scheduler.recv_multipart()[1])
+            beat: ToScheduler = Decoder("job", ToScheduler).decode(scheduler.recv_multipart()[1])
             assert isinstance(beat, Heartbeat)
             assert beat.epoch == 1
     assert isinstance(reply, Reply)
@@ -242,7 +242,7 @@ def test_what_a_server_holds_is_in_its_heartbeats_and_metrics(monkeypatch: pytes
         service._on_view(VIEW)
         for _ in range(2):
             assert scheduler.poll(WAIT_MS)
-            beat = Decoder("job", ToScheduler).decode(scheduler.recv_multipart()[1])
+            beat: ToScheduler = Decoder("job", ToScheduler).decode(scheduler.recv_multipart()[1])
         service._show_gauges()
     assert isinstance(beat, Heartbeat)
     assert beat.load["open_rounds"] == registry.get_sample_value("zenps_open_rounds") == 1

@@ -11,9 +11,8 @@ import itertools
 import random
 from collections import Counter, deque
 
-import msgspec
-
 from zenps.config.settings import ClusterConfig
+from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.fields import Role
 from zenps.wire.registration import Registration
@@ -157,11 +156,11 @@ class Partition:
         if peer.address is not None:
             self._sent.append((peer, peer.address, message))
 
-    def _answer(self, address: int, scheduler: Scheduler, sends: list[msgspec.Struct]) -> None:
+    def _answer(self, address: int, scheduler: Scheduler, sends: list[Send]) -> None:
         for send in sends:
-            peer = self.peers.get(send.peer)  # type: ignore[attr-defined]
+            peer = self.peers.get(send.peer)
             if peer is not None:
-                self._got.append((address, scheduler, peer, send.message))  # type: ignore[attr-defined]
+                self._got.append((address, scheduler, peer, send.message))
 
     def _deliver(self) -> None:
         for _ in range(self.rng.randint(len(self._sent) // 2, len(self._sent))):
@@ -171,7 +170,7 @@ class Partition:
                 address = peer.address
             if (scheduler := self.schedulers[address]) is not None:
                 sends = scheduler.membership.on_message(peer.name, message, self.now)
-                self._answer(address, scheduler, sends)  # type: ignore[arg-type]
+                self._answer(address, scheduler, sends)
         for _ in range(self.rng.randint(len(self._got) // 2, len(self._got))):
             address, scheduler, peer, got = self._got.popleft()
             if peer.is_alive and peer.address == address and self.schedulers[address] is scheduler:

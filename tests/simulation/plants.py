@@ -370,9 +370,9 @@ class TakesGenerationsForOne(Membership):
 
 
 class _MixingJob(Job):
-    def restart_workers(self, generation: int, now: float) -> None:
+    def restart_workers(self, generation: int, now: float, reason: str = "") -> None:
         workers = self.members.present("worker")
-        super().restart_workers(generation, now)
+        super().restart_workers(generation, now, reason)
         for worker in workers[1:]:
             self.members.add(worker)
 

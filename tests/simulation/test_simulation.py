@@ -638,7 +638,7 @@ def test_a_job_is_another_once_all_members_of_the_last_died_without_the_state(
     def worker(pid: int, seen: tuple[int, ...], origin: int) -> Any:
         view = SimpleNamespace(workers=[SimpleNamespace(pid=pid) for pid in seen], origin=origin)
         training = SimpleNamespace(has_state=has_state)
-        made = SimpleNamespace(pid=pid, is_pod=False, view=view, is_alive=is_alive, training=training)
+        made: Any = SimpleNamespace(pid=pid, is_pod=False, view=view, is_alive=is_alive, training=training)
         made.is_called = lambda member: member.pid == pid
         simulation.workers.append(made)
         made.job = promises.job_of(made)

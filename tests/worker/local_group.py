@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from zenps.worker.transport.peer_group import Group
@@ -41,7 +42,7 @@ class LocalGroup(Group):
         parts = {rank: tensor.clone() for rank in range(self.size)}
         own = parts[self.rank]
         self.exchange({rank: [own] for rank in others}, {rank: [parts[rank]] for rank in others})
-        tensor.copy_(sum(parts.values()))
+        tensor.copy_(sum(parts.values(), torch.zeros((), dtype=tensor.dtype)))
 
     def abort(self) -> None:
         """Nothing waits longer than its deadline."""

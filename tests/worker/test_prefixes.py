@@ -122,7 +122,7 @@ def test_hooks_keep_the_order_in_which_they_were_made_before_the_world(join: Any
 def test_the_rounds_of_join_do_not_count_its_blocks(join: Any) -> None:
     """A replacement in an elastic job has not been in the blocks that the others have left."""
     world = join(FakeWorld())
-    training, names = Training(), set()
+    training, names = Training(), set[str]()
     for block in range(3):
         with zps.join(training.optimizer):
             training.step()

@@ -20,7 +20,7 @@ class Dropped:
 
 
 def test_a_call_follows_the_end_once() -> None:
-    calls: list[object] = []
+    calls: list[str] = []
     first, second = Dropped(), Dropped()
     call_after(first, calls.append, "first")
     call_after(first, calls.append, "first again")

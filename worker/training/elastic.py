@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -73,6 +73,10 @@ class TrainingState:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"TrainingState has no value {name!r}")
+
+    if TYPE_CHECKING:  # values may be assigned, too
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def commit(self) -> None:
         """Ends a step: admits the workers that wait to join. Nothing may be in flight.

@@ -16,8 +16,9 @@ from tests.frameworks.recommender import BATCH, EPOCHS, Recommender, make_data, 
 
 def shard(model: Recommender) -> None:
     dist.init_process_group("gloo")
-    model.table = DistributedDataParallel(model.table)
-    model.table.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    table = DistributedDataParallel(model.table)
+    table.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    model.table = table  # type: ignore[assignment]
     fully_shard(model, ignored_params=set(model.table.parameters()))
 
 

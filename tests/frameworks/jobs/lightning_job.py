@@ -18,10 +18,11 @@ from zenps.lightning import Strategy
 happens = sys.argv[2] if len(sys.argv) > 2 else ""
 
 
-class Module(LightningModule):
+class Module(LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
-        self.model, self.losses = Recommender(), []
+        self.model = Recommender()
+        self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], number: int) -> Tensor:
         if happens == "kill" and zps.rank() == 1 and number == 2:

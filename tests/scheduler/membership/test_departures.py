@@ -22,6 +22,7 @@ from tests.scheduler.nodes import (
     sent,
     server,
     slots,
+    state_of,
     view_of,
     worker,
 )
@@ -112,11 +113,11 @@ def test_a_worker_that_leaves_is_announced_and_the_last_one_ends_the_job() -> No
     assert membership.state == "confirming"
     sends = membership.on_message(worker(1), Leave(), 2.0)
     assert sent(sends, Stop) == {server(0): Stop(), server(1): Stop()}
-    assert membership.state == "draining"
+    assert state_of(membership) == "draining"
     assert membership.on_message(server(1), Leave(), 3.0) == []
-    assert membership.state == "draining"
+    assert state_of(membership) == "draining"
     assert membership.on_message(server(0), Leave(), 3.0) == []
-    assert membership.state == "stopped"
+    assert state_of(membership) == "stopped"
 
 
 def test_a_worker_that_leaves_makes_a_view_of_the_same_ring() -> None:
@@ -245,7 +246,7 @@ def test_the_others_take_the_slots_of_a_server_that_is_gone(gone: int, is_lost: 
     assert slots(membership) == {1 - gone: 4096}
     assert membership.state == "confirming"
     assert {*sent(confirm(membership, [other], now=20.0), View)} == {worker(0), worker(1)}
-    assert membership.state == "running"
+    assert state_of(membership) == "running"
 
 
 def test_a_change_before_servers_confirmed_replaces_the_one_before() -> None:

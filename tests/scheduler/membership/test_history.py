@@ -63,7 +63,7 @@ class History(RuleBasedStateMachine):
     def complete(self, restarts: int) -> None:
         """The usual start of a job, so that histories reach later states."""
         cluster = self.membership._cluster
-        roles: list[Role] = ["worker"] * cluster.workers + ["server"] * cluster.servers  # type: ignore[list-item]
+        roles: list[Role] = ["worker"] * cluster.workers + ["server"] * cluster.servers  # type: ignore[assignment]
         for peer, role in zip(PEERS, roles, strict=False):
             self.register(peer, role, -1, self.membership._job.generation, restarts)
         self.confirm()

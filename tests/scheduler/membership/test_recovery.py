@@ -20,6 +20,7 @@ from tests.scheduler.nodes import (
     sent,
     server,
     slots,
+    state_of,
     to,
     view_of,
     worker,
@@ -355,7 +356,7 @@ def test_members_have_as_long_to_return_if_the_scheduler_was_stopped() -> None:
     after.on_tick(ENOUGH_SECONDS, late_seconds=ENOUGH_SECONDS)
     assert after.state == "recovering"
     nodes.come(after, [worker(1), server(1)], ENOUGH_SECONDS)
-    assert after.state == "running"
+    assert state_of(after) == "running"
 
 
 def test_a_node_that_is_lost_after_its_return_is_missing() -> None:

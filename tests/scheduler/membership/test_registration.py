@@ -126,7 +126,7 @@ def test_a_malformed_address_does_no_harm(address: str) -> None:
 def test_settings_that_no_worker_has_are_refused_in_a_message_that_nodes_accept() -> None:
     """Nodes drop a reason of more than 16,384 characters, and would wait for another."""
     membership = make_membership()
-    changed: dict[str, str | int] = {f"{number}" * 300: "x" * 3000 for number in range(100)}
+    changed: dict[str, str | int | float] = {f"{number}" * 300: "x" * 3000 for number in range(100)}
     (send,) = membership.on_message(worker(0), register("worker", changed=changed), 0.0)
     assert isinstance(send.message, Refused)
     assert send.message.kind == "mismatch"
@@ -152,7 +152,7 @@ def test_settings_that_disagree_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["cluster.workers", "sync.chunk_bytes"])
 def test_a_server_that_plans_memory_for_others_is_refused(name: str) -> None:
-    there = {"sync.chunk_bytes": 8 << 20}
+    there: dict[str, str | int | float] = {"sync.chunk_bytes": 8 << 20}
     membership = make_membership(settings=there)
     here = {"cluster.workers": 2} | there
     message = msgspec.structs.replace(register("server"), settings=here)

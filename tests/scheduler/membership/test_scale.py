@@ -65,9 +65,9 @@ def returns(workers: int, servers: int) -> dict[bytes, Register]:
     """The registrations at a restarted scheduler."""
     before = gathered(workers, servers)
     confirm(before, [server(number) for number in range(servers)])
-    view = before._job.views.view_for
+    view, nodes = before._job.views.view_for, {node.peer: node for node in before._job.members}
     return {
-        peer: structs.replace(message, view=view(before._job.members.get(peer)))
+        peer: structs.replace(message, view=view(nodes[peer]))
         for peer, message in registrations(workers, servers).items()
     }
 
@@ -90,7 +90,8 @@ def test_a_return_to_a_restarted_scheduler_costs_the_same_however_many_nodes_the
 
 def test_a_restarted_scheduler_keeps_the_members_of_one_view() -> None:
     frames = {peer: encode("job", message) for peer, message in returns(128, 32).items()}
-    decoder, membership = Decoder("job", ToScheduler), make_membership(128, 32)
+    decoder: Decoder[ToScheduler] = Decoder("job", ToScheduler)
+    membership = make_membership(128, 32)
     tracemalloc.start()
     try:
         for peer, frame in frames.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zenps.buffers import BufferPool
+from zenps.codecs.base import CodecName
 from zenps.codecs.registry import CODECS
 from zenps.server.reducers.base import Outcome, Payload
 from zenps.server.reducers.registry import make_reducers
@@ -51,7 +52,12 @@ def reduce(payloads: Sequence[Payload]) -> tuple[Result, Sequence[memoryview]]:
 
 
 def sparse_push(
-    rank: int, positions: Sequence[int], values: Tensor, span: int, codec: str = "coo", average: bool = False
+    rank: int,
+    positions: Sequence[int],
+    values: Tensor,
+    span: int,
+    codec: CodecName = "coo",
+    average: bool = False,
 ) -> tuple[Push, Frames]:
     rows, columns = values.shape
     dtype = dtype_name(values.dtype)

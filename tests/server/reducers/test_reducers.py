@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -21,14 +21,15 @@ from tests.server.reducers.reduction import (
     sparse_push,
 )
 from zenps.buffers import BufferPool
-from zenps.codecs.base import ValueForm
+from zenps.codecs.base import CodecName, ValueForm
 from zenps.codecs.registry import CODECS
 from zenps.codecs.values import VALUE_CODECS
 from zenps.errors import ProtocolError
 from zenps.kernels.base import ACCUMULATE
+from zenps.server.reducers.base import Payload
 from zenps.server.reducers.registry import make_reducers
 from zenps.wire.blocks import NONE_LEFT, decode_blocks
-from zenps.wire.fields import MAX_RESULT_FRAGMENTS
+from zenps.wire.fields import MAX_RESULT_FRAGMENTS, Dtype, Kind
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.messages import Failure, FromServer, Push, Result
 from zenps.wire.sockets import MAX_QUEUED_MESSAGES
@@ -90,7 +91,7 @@ def any_values(count: int, columns: int, dtype: torch.dtype, generator: torch.Ge
     average=st.booleans(),
 )
 def test_sparse_sums_are_those_of_a_loop_over_ranks(
-    seed: int, ranks: int, span: int, columns: int, dtype: torch.dtype, codec: str, average: bool
+    seed: int, ranks: int, span: int, columns: int, dtype: torch.dtype, codec: CodecName, average: bool
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     average = average and dtype.is_floating_point
@@ -131,10 +132,10 @@ def test_quantized_values_are_summed_as_float32_and_quantized_again(
             push = msgspec.structs.replace(push, kind="dense", codec="none", span=4)
         push = msgspec.structs.replace(push, values=form)
         pushes.append(read(push, (*(frames[:1] if kind == "sparse" else ()), tensor_bytes(coded))))
-    _, frames = reduce(pushes)
+    _, sums = reduce(pushes)
     got = torch.empty(4, columns)
-    codec.decode(memoryview(bytearray(frames[-1])), got)
-    assert frames[-1].nbytes == coded.nbytes
+    codec.decode(memoryview(bytearray(sums[-1])), got)
+    assert sums[-1].nbytes == coded.nbytes
     assert got.tolist() == values.tolist()
 
 
@@ -317,9 +318,9 @@ DTYPE_NAMES = list(DTYPES)
     fits=st.booleans(),
 )
 def test_what_is_accepted_can_be_reduced(
-    kind: str,
-    dtype: str,
-    codec: str,
+    kind: Kind,
+    dtype: Dtype,
+    codec: CodecName | Literal["none"],
     span: int,
     rows: int,
     columns: int,
@@ -393,7 +394,7 @@ def test_a_push_that_takes_more_memory_than_a_message_is_refused(changes: dict[s
 def test_a_sum_too_large_for_a_message_comes_in_fragments_with_the_same_bits() -> None:
     """Three ranks push in 1, 2 and 3 fragments."""
     generator = torch.Generator().manual_seed(1)
-    whole, cut = [], []
+    whole, cut = list[Payload](), list[Payload]()
     for rank, count in enumerate((1, 2, 3)):
         rows = torch.randperm(3000, generator=generator)[:900].sort().values.numpy()
         values = torch.randn(900, 4, generator=generator)

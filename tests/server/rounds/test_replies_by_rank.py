@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Gradients(Payload, frozen=True):
 class NextRows(Outcome):
     """The rows that each rank wants, taken from the table for every reply."""
 
-    kept: Kept = "until the next step"
+    kept: ClassVar[Kept] = "until the next step"
 
     def __init__(self, push: Push, table: Table, wanted: dict[int, Numbers]) -> None:
         self._push, self._table, self._wanted = push, table, wanted

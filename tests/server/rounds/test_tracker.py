@@ -5,6 +5,7 @@ import re
 import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -512,7 +513,7 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
         ({"given": "drained sparse"}, "rank(s) 1 pushed drained sparse, averaged"),
     ],
 )
-def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, object], text: str) -> None:
+def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, Any], text: str) -> None:
     rounds = make_rounds(3)
     for rank in (0, 2):
         rounds.on_push(make_held(rank, KEY), 0.0)
@@ -529,7 +530,7 @@ def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, ob
 
 
 @pytest.mark.parametrize("fields", [{"rows": 3}, {"codec": "bitmap"}])
-def test_rows_and_codec_are_each_ranks_own(fields: dict[str, object]) -> None:
+def test_rows_and_codec_are_each_ranks_own(fields: dict[str, Any]) -> None:
     rounds = make_rounds(2)
     rounds.on_push(make_held(0, KEY), 0.0)
     assert isinstance(rounds.on_push(make_held(1, KEY, **fields), 0.0)[0], Reduce)
@@ -1097,6 +1098,7 @@ def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> No
     rounds.on_push(make_held(0, KEY, again=True), 20.0)
     failed, _ = rounds.on_tick(DEADLINE_SECONDS + 1)
     assert isinstance(failed, Reply)
+    assert isinstance(failed.message, Failure)
     if is_forgotten:
         rounds._history.forget_oldest()
     (older,) = rounds.on_tick(DEADLINE_SECONDS + 21)
@@ -1187,7 +1189,7 @@ def test_a_rank_that_no_push_stands_for_is_missing() -> None:
 # ── fragments ───────────────────────────────────────────────────────────────────────────────────
 
 
-def push_fragment(rounds: ServerRounds, rank: int, fragment: int, **fields: object) -> list[Action]:
+def push_fragment(rounds: ServerRounds, rank: int, fragment: int, **fields: Any) -> list[Action]:
     held = make_held(rank, Key("a", 0, 0), fragment=fragment, **{"fragments": 3} | fields)
     return rounds.on_push(held, 0.0)
 
@@ -1207,7 +1209,9 @@ def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
         (1, 2),
     ]
     outcome = FixedOutcome(action.key)
-    assert [len(reply.peers) for reply in finish(rounds, action.key, outcome)] == [2]
+    (reply,) = finish(rounds, action.key, outcome)
+    assert isinstance(reply, Reply)
+    assert len(reply.peers) == 2
 
 
 def test_all_fragments_of_an_answer_go_to_all_ranks() -> None:
@@ -1245,6 +1249,7 @@ def test_ranks_that_disagree_are_named_once_each() -> None:
     rounds.on_push(make_held(0, Key("a", 0, 0), columns=5), 0.0)
     push_fragment(rounds, 1, 0, fragments=2)
     (reply,) = push_fragment(rounds, 1, 1, fragments=2)
+    assert isinstance(reply, Reply)
     assert isinstance(reply.message, Failure)
     assert "rank(s) 0 pushed" in reply.message.reason
     assert "rank(s) 1 pushed" in reply.message.reason
@@ -1255,6 +1260,8 @@ def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None
     rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
     push_fragment(rounds, 1, 0)
     (failure,) = rounds.on_tick(DEADLINE_SECONDS + 1)
+    assert isinstance(failure, Reply)
+    assert isinstance(failure.message, Failure)
     assert "rank(s) 1" in failure.message.reason
     assert rounds.held_bytes == ROUND_BYTES + FailedRound(failure.message).size_bytes
 
@@ -1293,6 +1300,8 @@ def test_a_whole_push_among_the_fragments_of_another_is_refused() -> None:
 def test_a_push_larger_than_the_budget_fails_its_round() -> None:
     rounds = make_rounds(2, budget_bytes=10_000)
     (reply,) = push_fragment(rounds, 1, 0, fragments=101)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
     assert reply.message.kind == "size"
     assert (
         "expected at most 10000 for 1 of 2 ranks; raise cluster.server_budget_bytes" in reply.message.reason
@@ -1300,6 +1309,7 @@ def test_a_push_larger_than_the_budget_fails_its_round() -> None:
     assert not rounds.open_rounds
     assert push_fragment(rounds, 1, 1, fragments=101) == []
     (again,) = push_fragment(rounds, 1, 0, fragments=101)
+    assert isinstance(again, Reply)
     assert again.message == reply.message
 
 
@@ -1307,6 +1317,8 @@ def test_the_push_of_a_host_may_take_the_shares_of_all_its_ranks() -> None:
     rounds = make_rounds(4, budget_bytes=10_000)
     assert push_fragment(rounds, 0, 0, fragments=100, stands_for=(1,)) == []
     (reply,) = push_fragment(rounds, 2, 0, fragments=101, stands_for=(3,))
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
     assert (
         "rank 2 pushes 10100 bytes to one server, expected at most 10000 for 2 of 4 ranks;"
         in reply.message.reason
@@ -1326,7 +1338,10 @@ def test_a_refused_push_in_fragments_is_asked_for_once() -> None:
         (busy,) = rounds.on_push(
             make_held(1, Key("a", 0, 0), fragment=fragment, fragments=3, size_bytes=1000), 0.0
         )
+        assert isinstance(busy, Reply)
         assert isinstance(busy.message, Busy)
     (reduce,) = rounds.on_push(make_held(1, Key("b", 0, 0), size_bytes=1000), 0.0)
-    actions = finish(rounds, reduce.key, FixedOutcome(reduce.key))
-    assert [(reply.peers, type(reply.message)) for reply in actions[1:]] == [([peer_of(1)], Resume)]
+    assert isinstance(reduce, Reduce)
+    (_, resume) = finish(rounds, reduce.key, FixedOutcome(reduce.key))
+    assert isinstance(resume, Reply)
+    assert (resume.peers, type(resume.message)) == ([peer_of(1)], Resume)

@@ -92,9 +92,9 @@ def test_what_was_selected_and_not_sent_stays_in_the_residual(
         Residuals(),
         Residuals(),
     )
-    where = (backend._planner, "begin") if fails == "encoding" else (backend._queue, "submit")
+    target, name = (backend._planner, "begin") if fails == "encoding" else (backend._queue, "submit")
     with monkeypatch.context() as patch:
-        patch.setattr(*where, Mock(side_effect=MemoryError))
+        patch.setattr(target, name, Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             push(backend, gradient(0, SIZE), residuals)
     feedback = residuals.feedback("layer", SIZE, torch.float32)

@@ -39,7 +39,7 @@ def test_a_worker_alone_gets_its_own_in_new_memory() -> None:
 
 def test_a_row_that_a_rank_has_twice_counts_once_in_an_average_of_bool() -> None:
     values = torch.tensor([[True, False], [True, True]])
-    twice = torch.sparse_coo_tensor([[1, 1]], values, (3, 2), check_invariants=True)
+    twice = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), values, (3, 2), check_invariants=True)
     share = zps.push_pull(twice, "x")
     assert (share.dtype, share.to_dense().tolist()) == (torch.float64, [[0, 0], [1, 1], [0, 0]])
 

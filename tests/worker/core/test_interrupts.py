@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
@@ -192,7 +192,9 @@ def test_a_wait_may_be_interrupted_at_any_line(wait: Callable[[], None]) -> None
     for number in itertools.count():
         lines = itertools.count()
 
-        def trace(_frame: FrameType, event: str, _arg: object, lines=lines, number=number) -> Any:
+        def trace(
+            _frame: FrameType, event: str, _arg: object, lines: Iterator[int] = lines, number: int = number
+        ) -> Any:
             is_lifted = signal.getsignal(signal.SIGINT) is signal.default_int_handler
             if event == "line" and is_lifted and next(lines) == number:
                 raise KeyboardInterrupt

@@ -123,7 +123,7 @@ class Wrapping(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapping:
-        made: Wrapping = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made: Wrapping = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
         return made
 
     @classmethod

@@ -137,7 +137,7 @@ class _Counted(HostAccelerator):
         self.pushing, self.pulling = Counting("pushing"), Counting("pulling")
 
 
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operations(TorchDispatchMode):
     """Counts PyTorch's launches, and apart from them copies between host and device.
 
     Args:
@@ -148,7 +148,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     launches = copies = 0
 
     def __init__(self, counted: _Counted) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._counted = counted
         self.lanes: set[str] = set()
 
@@ -177,7 +177,7 @@ def test_launches_and_copies_of_a_push_grow_with_nothing(
     layout = make_layout("balanced", 600, 1, list(range(servers)), 0)
     tensor = sparse(torch.arange(0, 2 * rows, 2) % 600, torch.randn(rows, 5), (600, 5))
     counted, coder = _Counted(), Unchanged(tensor.dtype)
-    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
+    with _Operations(counted) as operations:
         transfer = StagedSparse(
             tensor, Sharding(layout, 2, 0), codec, CudaConfig(), on_the_device, counted, coder
         )
@@ -222,7 +222,7 @@ def test_pulls_have_a_stream_of_their_own_and_no_copy_on_the_host() -> None:
 def test_indices_outside_the_tensor_are_refused(
     indices: list[list[int]], shape: tuple[int, ...], compaction: Literal["sort", "bitmap"]
 ) -> None:
-    tensor = torch.sparse_coo_tensor(indices, torch.ones(1, 5), shape, check_invariants=False)
+    tensor = torch.sparse_coo_tensor(torch.tensor(indices), torch.ones(1, 5), shape, check_invariants=False)
     with pytest.raises(TensorError, match="outside the tensor's shape"):
         prepared(staged(tensor, CudaConfig(compaction=compaction)))
 
@@ -303,7 +303,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     """One copy comes back, and what is sent is that memory itself. What is pulled goes to the device."""
     layout = make_ranges(count, list(range(servers)))
     tensor, counted = torch.randn(count).to(dtype), _Counted()
-    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
+    with _Operations(counted) as operations:
         transfer = granules(tensor, Sharding(layout, 2, 0), counted)
     assert (operations.copies, operations.launches) == (1, int(count % DENSE_GRANULE > 0))
     assert operations.lanes == {"pushing"}
@@ -314,7 +314,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     assert all(np.shares_memory(np.frombuffer(frame, np.uint8), pinned) for frame in frames)
 
     answers = aggregate([transfer], average=False)
-    with _Operations(counted) as operations:  # type: ignore[no-untyped-call]
+    with _Operations(counted) as operations:
         absorb_all(transfer, answers)
         result = transfer.finish()
     assert (operations.copies, operations.launches) == (len(answers), 0)

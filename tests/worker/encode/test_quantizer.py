@@ -230,6 +230,7 @@ def test_nothing_is_lost_for_good(form: ValueForm, columns: int) -> None:
     """What was pushed, and what is kept back, is all that there was."""
     quantizer = make_quantizer(form, columns, "table")
     residual = quantizer._residual
+    assert residual is not None
     pushed, there_was = torch.zeros(ROWS, columns), torch.zeros(ROWS, columns)
     for step in range(40):
         rows, values = KERNELS.compact(
@@ -269,6 +270,7 @@ def test_what_is_no_number_is_seen_and_not_kept(form: ValueForm, bad: float) -> 
     else:
         assert not got[0, 2].isfinite()
     assert got[1].isfinite().all()
+    assert quantizer._residual is not None
     assert quantizer._residual.isfinite().all()
     values = torch.full((2, 5), 0.1)
     assert decoded(quantizer, encode_rows(quantizer, values, rows), (2, 5)).isfinite().all()

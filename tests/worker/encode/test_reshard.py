@@ -162,8 +162,7 @@ def test_whole(shape: tuple[int, ...], contributes: bool) -> None:
 def test_the_home_of_the_new_ring_is_pushed_even_if_it_has_nothing() -> None:
     rings = [([0, 1, 2], 1, 1, 0, home) for home in (0, 1, 2)]
     shardings = [make_sharding("centralized", 50, 1, ring) for ring in rings]
-    assert shardings[0].layout is not None
-    encoded = encoded_by(on_the_cpu(rows_of(50), shardings[0].layout, 1, 0, "auto"))
+    encoded = encoded_by(on_the_cpu(rows_of(50), shardings[0].row_layout, 1, 0, "auto"))
     for sharding in shardings:
         chunks = reshard(encoded, sharding, "auto").chunks
         assert (sharding.home, 0) in {(chunk.server, chunk.chunk) for chunk in chunks}
@@ -321,8 +320,7 @@ def test_only_single_elements_stay_together() -> None:
 
 def test_ranges_of_servers_are_contiguous_where_the_scheme_says_so() -> None:
     for sync in (SyncConfig(partition="parallel"), SyncConfig(scheme="sparse-ps")):
-        layout = sharding_of(sync).layout
-        assert layout is not None
+        layout = sharding_of(sync).row_layout
         in_order = bool((layout.positions(torch.arange(layout.rows_total)).diff() == 1).all())
         assert in_order == (sync.scheme == "sparse-ps")
 
@@ -411,9 +409,7 @@ def begin_whole(contributes: bool) -> Callable[[Tensor], Transfer]:
 
 def begin_sparse(make: MakeSparse) -> Callable[[Tensor], Transfer]:
     sharding = a_sharding(OLD)
-    layout = sharding.layout
-    assert layout is not None
-    return lambda tensor: make(tensor, layout, sharding.chunks, sharding.home, "auto")
+    return lambda tensor: make(tensor, sharding.row_layout, sharding.chunks, sharding.home, "auto")
 
 
 SPARSE, DENSE, WHOLE = a_sharding(NEW), shard_dense(COUNT, NEW), Sharding(None, 1, 0)

@@ -109,7 +109,9 @@ def test_rows_outside_the_tensor_are_refused_before_they_are_written(
 
 @pytest.mark.parametrize("transform", [ByElement, Densified])
 def test_an_index_outside_its_own_dimension_is_refused(transform: type[ByElement | Densified]) -> None:
-    tensor = torch.sparse_coo_tensor([[0], [30]], torch.ones(1, 5), (20, 30, 5), check_invariants=False)
+    tensor = torch.sparse_coo_tensor(
+        torch.tensor([[0], [30]]), torch.ones(1, 5), (20, 30, 5), check_invariants=False
+    )
     with pytest.raises(TensorError, match=r"sparse indices outside the shape \(20, 30\)"):
         transform(tensor, KERNELS).apply(tensor)
 
@@ -132,7 +134,7 @@ def test_on_a_device_indices_are_checked_before_anything_is_written_by_them(
     transform: type[ByElement | Densified], indices: list[list[int]]
 ) -> None:
     shape = (50, 3) if len(indices) == 1 else (10, 5, 3)
-    tensor = torch.sparse_coo_tensor(indices, torch.ones(1, 3), shape, check_invariants=False)
+    tensor = torch.sparse_coo_tensor(torch.tensor(indices), torch.ones(1, 3), shape, check_invariants=False)
     with pytest.raises(TensorError, match="expected 0 to 49"):
         transform(tensor, KERNELS).apply(cast(Tensor, OnDevice(tensor)))
 

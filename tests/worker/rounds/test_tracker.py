@@ -18,6 +18,7 @@ from zenps.errors import (
     UsageError,
     ZenPSError,
 )
+from zenps.wire.fields import FailureKind
 from zenps.wire.messages import Busy, Failure, FromServer, GiveUp, Push, Resend, Result, Resume, Wanted
 from zenps.wire.scheduler_messages import Member
 from zenps.worker.rounds.states import (
@@ -154,7 +155,7 @@ def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
         ("size", TensorError),
     ],
 )
-def test_one_failure_ends_the_whole_round(kind: str, error: type[ZenPSError]) -> None:
+def test_one_failure_ends_the_whole_round(kind: FailureKind, error: type[ZenPSError]) -> None:
     rounds, round_, other = make_rounds(), make_round(), make_round("other")
     rounds.submit(round_, 0.0)
     rounds.submit(other, 0.0)
@@ -301,7 +302,7 @@ class Traffic(RuleBasedStateMachine):
             (again,) = [out for out in round_.outgoing if (out.server, out.push.chunk) == chunk_key]
             assert actions == [SendPush(again, was_refused=True)]
             return
-        if kind == "result":
+        if isinstance(message, Result):
             self.answered[tensor].add(chunk_key)
             last = len(self.answered[tensor]) == len(round_.outgoing)
             assert actions == [Deliver(round_, server, message, FRAMES, last)]
@@ -819,7 +820,8 @@ def test_a_newer_view_ends_what_was_recalled_and_is_resharded() -> None:
     assert worker.reshard(round_, ring_epoch=2) == []
     assert worker.want(round_, RESHARDED[1:]) == [Reshard(round_)]
     assert worker.reshard(round_, ring_epoch=2) == []
-    assert round_.state == "recalled"
+    state: str = round_.state
+    assert state == "recalled"
     assert keys_of(worker.reshard(round_)) == RESHARDED[1:]
 
 

@@ -12,8 +12,9 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tests.server.reducers.reduction import read, reduce
 from tests.worker.encode.test_reshard import view_of
-from tests.worker.encode.test_transfer import make_push, read, reduce
+from tests.worker.encode.test_transfer import make_push
 from tests.worker.host_accelerator import HostAccelerator
 from tests.worker.sparsify.test_sparsification import gradient, options
 from zenps.config.settings import Config
@@ -49,7 +50,7 @@ class Rank:
         made = make_sparsification(config, rank, statistics)
         assert made is not None
         if gpu is not None:
-            made._accelerator = lambda _: gpu  # type: ignore[method-assign]
+            made._accelerator = lambda _: gpu  # type: ignore[assignment]
         self.sparsification = made
         self.residuals = Residuals()
         self.statistics = statistics

@@ -51,7 +51,7 @@ def make(gpu: Accelerator | None, *sets: str, kind: type[Sparsifier] | None = No
     assert made is not None
     made.kind = kind or made.kind
     if gpu is not None:
-        made._accelerator = lambda _: gpu  # type: ignore[method-assign]
+        made._accelerator = lambda _: gpu  # type: ignore[assignment]
     return made
 
 
@@ -192,8 +192,8 @@ def test_an_agreed_exchange_has_the_bits_of_the_cpu(name: str, values: str) -> N
         expected, got = cpu.step(step, change=False), device.step(step, change=False)
         for left, right in zip(got, expected, strict=True):
             assert_same(left, right)
-    for left, right in zip(device.ranks, cpu.ranks, strict=True):
-        assert_same(left.sparsification.state_dict(), right.sparsification.state_dict())
+    for one, other in zip(device.ranks, cpu.ranks, strict=True):
+        assert_same(one.sparsification.state_dict(), other.sparsification.state_dict())
 
 
 def test_a_training_goes_on_from_a_state_of_either() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 from zenps.errors import UsageError
@@ -18,7 +19,7 @@ from zenps.worker.training.hazards import check_modules
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -50,8 +51,8 @@ def test_a_module_that_nobody_has_any_more_is_no_hazard() -> None:
 def test_tables_with_max_norm_are_refused() -> None:
     tables = [nn.Embedding(9, 2, max_norm=1.0), nn.Embedding(9, 2)]
     with pytest.raises(UsageError, match="max_norm"):
-        check_modules([table.weight for table in tables])
-    check_modules([tables[1].weight])
+        check_modules(parameter for table in tables for parameter in table.parameters())
+    check_modules(tables[1].parameters())
 
 
 def test_proxies_that_raise_are_no_modules() -> None:

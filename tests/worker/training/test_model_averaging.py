@@ -20,6 +20,7 @@ from zenps.worker.backends.peers.averager import GroupAverager
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
+from zenps.worker.training.model_averaging import ModelAveraging
 
 
 class Halving:
@@ -132,7 +133,10 @@ def test_models_of_an_earlier_job_are_not_averaged(world: FakeWorld, monkeypatch
     assert not world.pushed, "ranks are always equal"
     monkeypatch.setattr(world, "averages_models", True)
     zps.average_parameters()
-    names = [str(each._consistency._name) for each in (optimizers[1], newly_wrapped)]
+    names = []
+    for each in (optimizers[1], newly_wrapped):
+        assert isinstance(each._consistency, ModelAveraging)
+        names.append(str(each._consistency._name))
     assert sorted({name.partition("/")[0] for name in world.pushed}) == sorted(names)
 
 

@@ -85,7 +85,7 @@ def test_another_momentum_is_refused(
 
 def join(monkeypatch: pytest.MonkeyPatch, sparsifier: str) -> None:
     config = load(sets=[f"sync.sparsifier={sparsifier}", "sync.density=0.01"], environ={}).config
-    world = LocalWorld(config)
+    world: Any = LocalWorld(config)
     world.sparsification = make_sparsification(config, 0, Statistics(WorkerMetrics(CollectorRegistry())))
     monkeypatch.setattr(PROCESS, "_world", world)
 

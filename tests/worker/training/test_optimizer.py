@@ -31,6 +31,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
 from zenps.worker.training.gradients import agreement
+from zenps.worker.training.gradients.agreement import ParameterAgreement
 from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.training.gradients.synchronizer import GradientSynchronizer
 from zenps.worker.world import LocalWorld, World
@@ -48,6 +49,11 @@ class Answered(SuppliedTransfer):
         if isinstance(self._outcome, ZenPSError):
             raise self._outcome
         return self._outcome
+
+
+def agreement_of(optimizer: zps.DistributedOptimizer) -> ParameterAgreement:
+    assert isinstance(optimizer._consistency, GradientSynchronizer)
+    return optimizer._consistency._agreement
 
 
 class FakeWorld(World):
@@ -261,7 +267,7 @@ def test_on_a_gpu_the_stream_of_each_gradient_of_a_bucket_is_known_before_its_pu
     train_one_step(model, optimizer)
     assert calls == ["push"], "the host has no streams"
     calls.clear()
-    monkeypatch.setattr(optimizer._consistency._agreement.buckets[0], "is_on_gpu", True)
+    monkeypatch.setattr(agreement_of(optimizer).buckets[0], "is_on_gpu", True)
     train_one_step(model, optimizer)
     assert calls == ["note"] * 4 + ["push"]
 
@@ -373,10 +379,10 @@ def test_parameters_that_are_unfrozen_after_ctrl_c_has_ended_an_agreement_are_pu
         optimizer.zero_grad()
         model.loss().backward()
     optimizer.step()
-    assert (model.first.weight in optimizer._consistency._agreement.bucket_of) == is_dropped
+    assert (model.first.weight in agreement_of(optimizer).bucket_of) == is_dropped
     optimizer.zero_grad()
     train_one_step(model, optimizer)
-    assert model.first.weight in optimizer._consistency._agreement.bucket_of
+    assert model.first.weight in agreement_of(optimizer).bucket_of
     assert world.waited == world.pushed
 
 
@@ -687,7 +693,7 @@ def test_a_refused_step_is_dropped_and_the_delayed_ones_are_applied(
         applied.append({name: None if each is None else each.to_dense() for name, each in gradients.items()})
 
     optimizer.register_step_pre_hook(note)
-    pushed = []
+    pushed: list[dict[str, Tensor | None]] = []
     for step in range(6):
         optimizer.zero_grad()
         for parameter in model.parameters():  # so that steps have different gradients
@@ -743,11 +749,12 @@ def test_a_gradient_of_more_passes_than_before_is_pushed_once(world: FakeWorld, 
     """
     model.words.weight.requires_grad_(False)
     expert = nn.Embedding(10, 2, sparse=True)
-    named = [*model.named_parameters(), ("expert", expert.weight)]
+    named = [*model.named_parameters(), ("expert", next(expert.parameters()))]
     optimizer = zps.DistributedOptimizer(torch.optim.SGD([each for _, each in named], lr=1.0), named)
     before = expert.weight.detach().clone()
     for uses in ([True, False], [False, True], [True, True], [False, False]):
-        world.pushed.clear(), world.waited.clear()
+        world.pushed.clear()
+        world.waited.clear()
         for is_used in uses:
             loss = model.loss()
             (loss + expert(torch.tensor([3])).sum() if is_used else loss).backward()
@@ -1262,7 +1269,7 @@ def test_lbfgs_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             loss.backward()
             return loss
 
-        losses.append([float(optimizer.step(closure)) for _ in range(3)])
+        losses.append([float(optimizer.step(closure)) for _ in range(3)])  # type: ignore[arg-type]
     assert losses[0] == losses[1]
     assert losses[0][2] < 1e-3 < losses[0][0]
 

@@ -131,7 +131,7 @@ def test_a_queue_that_is_full_of_others_is_waited_for(arena: Arena, monkeypatch:
     """More processes have connected than the system queues, and the leader does not accept yet."""
     monkeypatch.setattr(handshake, "MAX_QUEUED", 10)
     listener = Listener(LEADER, arena.fd)
-    others = []
+    others: list[net.socket] = []
     with contextlib.suppress(BlockingIOError):
         while len(others) < 100:
             others.append(handshake.connect(listener.address, net.SOCK_SEQPACKET, Hello(7), arena.fd))

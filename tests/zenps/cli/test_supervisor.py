@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from zenps.cli import supervisor
+from zenps.cli import processes, supervisor
+from zenps.cli.status import fetch, report_end
 from zenps.cli.supervisor import Supervisor
 from zenps.config.sources import load
 
@@ -211,15 +212,20 @@ def test_an_end_is_not_reported_once_another_process_has_the_rank(elastic: Any, 
     """As one that was started by hand in place of a process that had stopped."""
     node = SimpleNamespace(role=role, rank=1, host=gethostname(), pid=7)
     asked: list[Any] = []
-    elastic._ask = lambda question: asked.append(question) or SimpleNamespace(state="running", nodes=[node])
+
+    def ask(question: Any) -> SimpleNamespace:
+        asked.append(question)
+        return SimpleNamespace(state="running", nodes=[node])
+
+    elastic._ask = ask
     ended: Any = Program(f"{role} 1", elastic.clock)
     ended.is_gone = lambda pid: pid != 7
     elastic._report_end(ended)
-    assert asked == [supervisor.fetch]
+    assert asked == [fetch]
     node.pid = 8
     elastic._report_end(ended)
-    assert asked[1] == supervisor.fetch
-    assert (asked[2].func, asked[2].args) == (supervisor.report_end, (role, 1))
+    assert asked[1] == fetch
+    assert (asked[2].func, asked[2].args) == (report_end, (role, 1))
 
 
 @pytest.fixture
@@ -247,7 +253,7 @@ def starting(failing: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(failing, "_say", failing.said.append)
     failing._output.columns = 70
     failing._programs = {
-        name: supervisor.Program(name, ["train", name], {"A": "1"}) for name in ("worker 0", "worker 1")
+        name: processes.Program(name, ["train", name], {"A": "1"}) for name in ("worker 0", "worker 1")
     }
 
     def begin(program: Any, guard: object, columns: int | None, inherited_fd: int | None) -> Any:

@@ -29,7 +29,7 @@ class DeviceKernels(Kernels):
     def __init__(self) -> None:
         self._launcher = HostLauncher()
 
-    def compact(self, positions: Tensor, values: Tensor) -> Rows:
+    def compact(self, positions: Tensor, values: Tensor, pool: BufferPool | None = None) -> Rows:
         rows = sort_compact(
             self._launcher, positions, values, 1 + int(positions.max()) if len(positions) else 1
         )

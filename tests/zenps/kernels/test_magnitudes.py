@@ -168,7 +168,8 @@ def test_nothing_is_written_outside_what_was_given(library: Any, dtype: type) ->
     assert library.zenps_find(*given_values, 0, found.ctypes.data, 10) == 1000
     assert found.tolist() == [*range(10), -1]
     room = 40
-    found, memory = np.full(room + 1, -1), np.full(2 * room + 1, 7, dtype)
+    found = np.full(room + 1, -1)
+    memory: np.ndarray = np.full(2 * room + 1, 7, dtype)
     pointers = found.ctypes.data, memory.ctypes.data
     assert library.zenps_find_greatest(*given_values, 0, 8, *pointers, room) == 8
     assert (found[room], memory[2 * room]) == (-1, 7)

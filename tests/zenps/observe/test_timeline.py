@@ -138,7 +138,7 @@ def test_arrows_connect_pushes_with_their_receipt_and_answers_with_their_scatter
 
 
 def test_processes_are_numbered_and_have_their_own_ids(tmp_path: Path) -> None:
-    parts = []
+    parts: list[Path] = []
     for rank in (1, 0):
         recorder = open_trace(str(tmp_path / f"{rank}.json"), "worker")
         recorder.name(rank)

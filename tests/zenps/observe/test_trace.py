@@ -10,11 +10,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from zenps.errors import ConfigError
 from zenps.observe import trace as tracing
-from zenps.observe.clock import ClockFilter
+from zenps.observe.clock import ClockFilter, now_ns
 from zenps.observe.timeline import read_events
 from zenps.observe.trace import CLOCK, NODE, OFF, Event, Recorder, open_trace
 
@@ -83,7 +84,7 @@ def test_threads_are_told_apart(recorder: Recorder) -> None:
 
 
 def test_asynchronous_spans_have_a_begin_and_an_end(recorder: Recorder) -> None:
-    begin = tracing.now_ns()
+    begin = now_ns()
     for chunk in range(2):
         recorder.since(begin, "pull", tensor="emb", chunk=chunk)
     found = events(recorder)
@@ -179,7 +180,7 @@ def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "part", "server")
     with recorder._writing:
         full = open("/dev/full", "wb")  # noqa: SIM115 - the recorder closes it
-        tracing.os.dup2(full.fileno(), recorder._fd)
+        os.dup2(full.fileno(), recorder._fd)
     with recorder.span("push"):
         pass
     recorder.close()
@@ -191,13 +192,13 @@ def test_the_trace_may_end_while_its_thread_takes_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "FLUSH_SECONDS", 60.0)  # this test writes
+    recorder = Recorder(tmp_path / "part", "worker")
 
     class Stopping(deque[Any]):
         def popleft(self) -> Any:
             recorder._stop("as by a thread that writes the rank on a full disk")
             return super().popleft()
 
-    recorder = Recorder(tmp_path / "part", "worker")
     recorder._pending = Stopping(maxlen=tracing.MAX_PENDING)
     recorder.instant("epoch", 1)
     recorder.instant("epoch", 2)
@@ -221,7 +222,7 @@ def test_a_trace_ends_where_the_disk_takes_no_more_of_it(
 
 
 def test_an_event_without_a_time_keeps_none() -> None:
-    assert json.loads(tracing.msgspec.json.encode(Event("a", "M", 1, 0.0))) == {
+    assert json.loads(msgspec.json.encode(Event("a", "M", 1, 0.0))) == {
         "name": "a",
         "ph": "M",
         "pid": 1,

@@ -232,6 +232,7 @@ def test_a_node_follows_the_scheduler_that_asked_it_last() -> None:
     """Whatever else another says: its view may be newer, and its barrier that of the other half."""
     first, other = msgspec.structs.replace(VIEW, incarnation=1), msgspec.structs.replace(VIEW, incarnation=2)
     newer = msgspec.structs.replace(other, epoch=2)
+    heard: list[FromScheduler]
     heard = [first, newer, HeartbeatReply(watermark=9, incarnation=2), BarrierReply(1, "", 2), WhoAreYou(2)]
     with scheduler_that_answers(messages(*heard, first, newer, Stop())) as link:
         assert link.join(registration()) == first
@@ -290,7 +291,7 @@ def test_who_is_asked_for_each_heartbeat_of_an_outage_registers_once() -> None:
     with scheduler_that_answers([*messages(VIEW), *asked, *messages(Stop())]) as link:
         assert link.join(registration()) == VIEW
         sent: list[ToScheduler] = []
-        link.send = sent.append  # type: ignore[method-assign]
+        link.send = sent.append  # type: ignore[assignment]
         until = time.monotonic() + WAIT_MS / 1000
         while Stop() not in [*link.receive()]:
             assert time.monotonic() < until

@@ -17,7 +17,7 @@ VIEW = View(4, 0, WORKERS, (SERVER,), bytes(8192), ring_epoch=2, left=(1,), admi
 
 def received(envelope: bytes, *frames: bytes) -> View:
     parts = [memoryview(frame) for frame in frames]
-    message = Decoder("job", FromScheduler).decode(envelope, parts)  # type: ignore[arg-type]
+    message: FromScheduler = Decoder("job", FromScheduler).decode(envelope, parts)
     assert isinstance(message, SharedView)
     return decode_view(message, parts)
 

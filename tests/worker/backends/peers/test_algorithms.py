@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -24,13 +25,13 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 Algorithm = Callable[[Group, Rows, Table, int], Rows]
 
 IN_RANK_ORDER: dict[str, Algorithm] = {
-    "gathered": lambda *args: gathered(*args, KERNELS),
-    "split": lambda *args: split(*args, KERNELS, densifies=False),
-    "dense split": lambda *args: split(*args, KERNELS, densifies=True),
+    "gathered": partial(gathered, kernels=KERNELS),
+    "split": partial(split, kernels=KERNELS, densifies=False),
+    "dense split": partial(split, kernels=KERNELS, densifies=True),
 }
 IN_PAIRS: dict[str, Algorithm] = {
-    "merged": lambda *args: merged(*args, KERNELS, densifies=False),
-    "merged, densified": lambda *args: merged(*args, KERNELS, densifies=True),
+    "merged": partial(merged, kernels=KERNELS, densifies=False),
+    "merged, densified": partial(merged, kernels=KERNELS, densifies=True),
 }
 
 

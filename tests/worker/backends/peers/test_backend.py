@@ -20,6 +20,7 @@ from zenps.sparsifiers.base import Sparsifier, Step
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.peers import backend
 from zenps.worker.backends.peers.backend import PeerBackend
+from zenps.worker.backends.peers.exchange import PeerExchange
 from zenps.worker.backends.peers.transfer import DensePeerTransfer, SparsePeerTransfer
 from zenps.worker.core.pending import Notifier, Waiting
 from zenps.worker.core.request import Options, Request
@@ -48,7 +49,7 @@ class Failing(Sparsifier):
 def peers(monkeypatch: pytest.MonkeyPatch) -> PeerBackend:
     """Of rank 1 of 2, which exchanges nothing."""
     monkeypatch.setattr(backend, "connect_workers", lambda *_: None)
-    monkeypatch.setattr(backend.PeerExchange, "start", lambda _: None)
+    monkeypatch.setattr(PeerExchange, "start", lambda _: None)
     sets = ("cluster.workers=2", f"sync.sparsifier={__name__}:Failing", "sync.density=0.01")
     config, spans = load(sets=[*sets, "sync.scheme=agsparse"], environ={}).config, Spans()
     metrics = WorkerMetrics(CollectorRegistry())
@@ -110,7 +111,8 @@ def test_each_kind_of_tensor_gets_its_transfer_and_the_step_of_its_name(
     values = Request(TENSOR, "value", Options())
     rows = values._replace(tensor=TENSOR.view(-1, 4).to_sparse(1))
     for request in (values, rows, *[values._replace(name="layer", options=options)] * 3):
-        assert peers.begin(request) == "pending"
+        pending: object = peers.begin(request)
+        assert pending == "pending"
     assert begun == [(DensePeerTransfer, 0), (SparsePeerTransfer, 0), *[(SparsePeerTransfer, 1)] * 3]
     assert steps == [0, 1, 2]
 

@@ -15,7 +15,7 @@ def make(*shapes: int) -> list[Parameter]:
 def test_without_names_they_are_positions_in_all_groups_frozen_ones_included() -> None:
     """Those of the others stay what they are once a parameter is unfrozen."""
     first, frozen, last, added = make(1, 2, 3, 4)
-    frozen.requires_grad_(requires_grad=False)
+    frozen.requires_grad_(False)
     optimizer = torch.optim.SGD([{"params": [first, frozen]}, {"params": [last]}], lr=0.1)
     names = ParameterNames(optimizer, None)
     trained = {"parameter0": first, "parameter2": last}

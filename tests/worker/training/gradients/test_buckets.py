@@ -38,7 +38,7 @@ def test_a_parameter_whose_residual_may_be_pushed_is_present_unless_it_is_frozen
     residual = torch.zeros(14)
     residual[7] = 1  # of the second
     assert presence(bucket, residual) == [0.0, 1.0]
-    second.requires_grad_(requires_grad=False)
+    second.requires_grad_(False)
     assert presence(bucket, residual) == [0.0, 0.0]
     first.grad = torch.ones(2, 3)
     assert presence(bucket, residual) == [1.0, 0.0]

@@ -125,6 +125,7 @@ def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     tensor = profile.as_tensor(links(6, servers=3))
     assert (tensor.rows, tensor.columns, tensor.item_bytes) == (ROWS, 64, 4)
     assert tensor.unions == pytest.approx([(1 - (1 - chances) ** n).mean() for n in (2, 4, 6)], rel=0.03)
+    assert tensor.union_skew is not None
     assert tensor.skew == profile.skew(3) > tensor.union_skew > 1
     blocks = 1 - np.prod(1 - chances.reshape(-1, 4), axis=1)  # four rows each
     assert tensor.blocks == pytest.approx(blocks.mean(), rel=0.03)
@@ -132,6 +133,7 @@ def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     assert tensor.union_blocks == pytest.approx(union.mean(), rel=0.03)
     assert tensor.block_skew == pytest.approx(fullest(blocks), rel=0.03)
     assert tensor.union_block_skew == pytest.approx(fullest(union), rel=0.03)
+    assert tensor.union_block_skew is not None
     assert tensor.union_block_skew < tensor.union_skew  # where rows are dense, they share blocks
 
 
@@ -143,7 +145,7 @@ def test_blocks_are_those_of_the_flattened_tensor(made_up: Any, columns: int) ->
         table[push.row_numbers()] = True
     elements = tables.reshape(len(trace), -1)
     padded = np.pad(elements, [(0, 0), (0, -elements.shape[1] % 256)])
-    held = padded.reshape(len(trace), -1, 256).any(axis=2)
+    held = np.asarray(padded.reshape(len(trace), -1, 256).any(axis=2))
     (profile,), _ = profiles(trace)
     tensor = profile.as_tensor(links(2))
     assert tensor.blocks == pytest.approx(held.mean())

@@ -71,7 +71,7 @@ def test_what_is_too_much_to_keep_goes_back_to_the_system(arena: Arena) -> None:
 
 
 def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
-    window, ended = Window(arena.fd), []
+    window, ended = Window(arena.fd), list[str]()
     offset, memory = arena.allocate(100_000)
     memory.fill_(7)
     own = tensor_from_bytes(
@@ -81,7 +81,7 @@ def test_what_is_ones_own_is_changed_by_nobody_else(arena: Arena) -> None:
         window.map_private(offset, 100_000, ended.append, "other"), torch.uint8, (100_000,)
     )
     own[0] = 8
-    assert (memory[100], other[100], own[0], own[1]) == (7, 7, 8, 7)
+    assert [each.item() for each in (memory[100], other[100], own[0], own[1])] == [7, 7, 8, 7]
     part = own[5:]
     del own
     run_finalizers()

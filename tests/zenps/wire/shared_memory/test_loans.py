@@ -42,7 +42,12 @@ def test_a_key_that_was_not_lent_is_ignored() -> None:
 
 def test_any_thread_may_drop() -> None:
     loans = Loans()
-    threads = [threading.Thread(target=lambda: [loans.drop(7) for _ in range(1000)]) for _ in range(4)]
+
+    def drop() -> None:
+        for _ in range(1000):
+            loans.drop(7)
+
+    threads = [threading.Thread(target=drop) for _ in range(4)]
     for _ in range(4000):
         loans.lend(7, memoryview(b"1234"))
     for thread in threads:
