@@ -29,7 +29,9 @@ class Gradient:
     Attributes:
         name: of the tensor.
         shape, dtype: of the tensor.
-        exact: ranges of elements that are pushed in any case, and have no residual.
+        exact: ranges of elements that are pushed in any case.
+        are_flags: True if these are presence elements: no rounding error is added to them, because it could
+            make an absent parameter present.
         sparsifier: selects from the others.
         feedback: of the tensor.
         step: of the tensor.
@@ -45,6 +47,7 @@ class Gradient:
     shape: torch.Size
     dtype: torch.dtype
     exact: tuple[tuple[int, int], ...]
+    are_flags: bool
     sparsifier: Sparsifier
     feedback: Feedback
     step: Step
@@ -64,20 +67,42 @@ class Gradient:
             UsageError: the sparsifier has returned indices that it must not return.
         """
         residual, gradient = self.residual, tensor.detach().reshape(-1)
-        with blaming(self.sparsifier, "accumulate or select"):
+        with self._exact_apart(gradient), blaming(self.sparsifier, "accumulate or select"):
             if self.feedback.added_step != self.step.number:  # else an earlier push of this step has failed
                 self.sparsifier.accumulate(residual, gradient)
                 self.feedback.added_step = self.step.number
-            for begin, end in self.exact:
-                residual[begin:end] = 0  # the sparsifier must not choose these instead of others
+            self._hide_exact()
             selection = self.sparsifier.select(residual, self.step)
             indices = selection.indices(residual) if isinstance(selection, Above) else selection
         check_indices(type(self.sparsifier).__name__, indices, len(residual))
         if self.exact:
             indices = torch.from_numpy(np.union1d(indices.numpy(), self.exact_indices()))
-            for begin, end in self.exact:
-                residual[begin:end] = gradient[begin:end]
         return indices
+
+    @contextlib.contextmanager
+    def _exact_apart(self, gradient: Tensor) -> Iterator[None]:
+        """Context that may overwrite the residual's exact elements; at its end they are what is to be pushed.
+
+        The gradient is added to them if the context has added it to the others: once in each step.
+        """
+        feedback, number = self.feedback, self.step.number
+        was_added = feedback.added_step == number
+        kept = [self.residual[begin:end].clone() for begin, end in self.exact]
+        try:
+            yield
+        finally:
+            is_added = feedback.added_step == number and not was_added
+            for (begin, end), values in zip(self.exact, kept, strict=True):
+                if self.are_flags:
+                    values.copy_(gradient[begin:end])
+                elif is_added:
+                    values += gradient[begin:end]
+                self.residual[begin:end] = values
+
+    def _hide_exact(self) -> None:
+        """Sets the exact elements to 0: the sparsifier must not choose these instead of others."""
+        for begin, end in self.exact:
+            self.residual[begin:end] = 0
 
     def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`select`, then :meth:`take`: returns indices and values."""

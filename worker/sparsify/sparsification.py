@@ -138,6 +138,7 @@ class Sparsification:
             tensor.shape,
             tensor.dtype,
             options.exact,
+            options.parts is not None,
             feedback.sparsifier,
             feedback,
             Step(feedback.next_step - 1, self._config.sync.density, feedback.counts),

@@ -25,7 +25,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers import Above, Sparsifier, Step, Sums
 from zenps.sparsifiers.base import Momentum
-from zenps.worker.core.request import Request
+from zenps.worker.core.request import Parts, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.encode.accelerator import Accelerator, Event
@@ -144,13 +144,17 @@ def test_momentum_stays_on_the_device(kind: str, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "int8"])
-@pytest.mark.parametrize("exact", [(), BUCKET], ids=["", "bucket"])
-def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[tuple[int, int], ...]) -> None:
-    ranks = [Rank(each, f"sync.values={values}", exact=exact) for each in (None, HostAccelerator())]
+@pytest.mark.parametrize("exact", [(), BUCKET, VECTORS], ids=["", "bucket", "vectors"])
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_what_quantization_takes_stays_on_the_device(
+    values: str, exact: tuple[tuple[int, int], ...], has_parts: bool
+) -> None:
+    changes = {"exact": exact, "parts": Parts([(0, 10)], slice(SIZE - 1, SIZE)) if has_parts else None}
+    ranks = [Rank(each, f"sync.values={values}", **changes) for each in (None, HostAccelerator())]
     for step in range(3):
         for rank in ranks:
             rank.push(gradient(step, SIZE), step)
-        left = [rank.residuals.of("layer", SIZE, 1)[: SIZE - 300] for rank in ranks]
+        left = [rank.residuals.of("layer", SIZE, 1) for rank in ranks]
         assert_same(left[1], left[0])
         assert int((left[0] != 0).sum()) > SIZE * 0.97
 
@@ -373,6 +377,7 @@ def test_a_gradient_is_counted_once_however_often_its_push_fails(
 
     def push(gpu: Scarce, failures: Sequence[int]) -> list[Any]:
         sparsification, residuals, results = make(gpu, f"sync.sparsifier={name}"), Residuals(), list[Any]()
+        residuals.of("layer", SIZE, 1).fill_(0.25)  # as if quantization had taken it
         for step in range(3):
             tensor = with_nan(step) if step == 1 else gradient(step, SIZE, torch.bfloat16)
             request = Request(tensor, "layer", options(residuals, **changes))

@@ -15,7 +15,7 @@ from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.sparsifiers.base import Above, Sparsifier, Step
-from zenps.worker.core.request import Options, Request
+from zenps.worker.core.request import Options, Parts, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
@@ -256,6 +256,28 @@ def test_a_gradient_is_counted_once_however_often_its_push_fails(
         assert torch.equal(sent._values(), expected[[1, 5]])
         expected[[1, 5]] = 0
         assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], expected)
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("failing", ["select", "sent"])
+def test_rounding_errors_of_exact_elements_are_added_once_unless_these_are_flags(
+    monkeypatch: pytest.MonkeyPatch, failing: str, has_parts: bool
+) -> None:
+    monkeypatch.setattr(Failing, "failing", failing)
+    monkeypatch.setattr(Failing, "failures", 2)
+    sparsification, residuals, tensor = make(f"sync.sparsifier={__name__}:Failing"), Residuals(), gradient(0)
+    begin, end = exact = (SIZE - 4, SIZE)
+    given = options(
+        residuals, exact=(exact,), parts=Parts([(0, begin)], slice(begin, end)) if has_parts else None
+    )
+    residuals.of("layer", SIZE, 1).fill_(0.25)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="MemoryError"):
+            transform(sparsification, tensor, 0, given).apply(tensor)
+    sent = transform(sparsification, tensor, 0, given).apply(tensor).to_dense()
+    assert torch.equal(sent[begin:], tensor[begin:] + (0 if has_parts else 0.25))
+    assert torch.equal(sent[[1, 5]], tensor[[1, 5]] + 0.25)
+    assert not residuals.of("layer", SIZE, 1)[begin:].any()
 
 
 def test_what_a_failed_push_has_left_is_forgotten_once_another_has_begun(
