@@ -197,11 +197,6 @@ class DeviceGradient(Gradient):
         indices = torch.cat([rows.positions, more.positions])
         return Found(indices, torch.cat([rows.values, more.values])[:, 0])
 
-    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the values in the gradient's dtype, and the rounding errors, which stay in the residual."""
-        pushed = values.to(self.dtype)
-        return pushed, (values - pushed).nan_to_num_(0, 0, 0)
-
     def _with_exact(self, indices: Tensor) -> Tensor:
         exact = [torch.arange(*bounds, device=indices.device) for bounds in self.exact]
         return torch.cat([*exact, indices]) if exact else indices

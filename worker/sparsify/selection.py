@@ -118,14 +118,22 @@ class Gradient:
             UsageError: the sparsifier has raised an error.
         """
         values = self.residual[indices]
-        pushed = values.to(self.dtype)
+        pushed, rounding = self._rounded(values)
         with blaming(self.sparsifier, "sent"):  # if it fails, nothing has left the residual
             self.sparsifier.sent(indices)
-        self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
+        self.residual[indices] = rounding
         self.feedback.added_step = None
         if not bool(values.isfinite().all()):  # perhaps more of them than may be pushed
             self.residual.nan_to_num_(0, 0, 0)
         return pushed
+
+    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the values in the gradient's dtype, and the rounding errors, which stay in the residual."""
+        pushed = values.to(self.dtype)
+        if self.dtype != values.dtype:  # a finite sum may be beyond the greatest number
+            most = torch.finfo(self.dtype).max
+            pushed = torch.where(values.isfinite(), pushed.clamp(-most, most), pushed)
+        return pushed, (values - pushed).nan_to_num_(0, 0, 0)
 
     def put_back(self, indices: Tensor, pushed: Tensor) -> None:
         """Undoes :meth:`take`, which has returned ``pushed``, because nothing was sent."""

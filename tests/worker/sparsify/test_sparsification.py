@@ -19,7 +19,7 @@ from zenps.worker.core.request import Options, Parts, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
-from zenps.worker.sparsify.agreed import Agreed
+from zenps.worker.sparsify.agreed import VALUES, Agreed
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -127,14 +127,22 @@ def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) ->
     assert bool(residuals.of("layer", SIZE, 1).isfinite().all())
 
 
-@pytest.mark.parametrize("large", [7e4, -7e4])
-def test_a_sum_that_overflows_float16_is_not_kept(large: float) -> None:
-    residuals, tensor = Residuals(), gradient(1, 2 * SMALL_FLOATS).half()
-    residual = residuals.of("layer", len(tensor), 1)
+@pytest.mark.parametrize("large", [15e4, -15e4])
+@pytest.mark.parametrize("sparsifier", ["topk", "exdyna"])
+def test_a_sum_beyond_float16_is_pushed_in_several_steps(sparsifier: str, large: float) -> None:
+    made = make(f"sync.sparsifier={sparsifier}", "sparsifier.least_bytes=1")
+    residuals, nothing = Residuals(), torch.zeros(SIZE).half()
+    residual = residuals.of("layer", SIZE, 1)
     residual[3] = large
-    sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
-    assert sent.to_dense()[3] == math.copysign(math.inf, large)
-    assert residual[3] == 0
+    pushed = []
+    for step in range(3):
+        each = made.transform(Request(nothing, "layer", options(residuals, exact=((3, 4),))), step)
+        assert each is not None
+        sent = each.apply(nothing)
+        values = each.continue_with(sent)[VALUES] if isinstance(each, Agreed) else sent.to_dense()[3:]
+        pushed.append(float(values[0]))
+        assert residual[3] == large - sum(pushed)
+    assert pushed == [math.copysign(65504, large), math.copysign(65504, large), large - sum(pushed[:2])]
 
 
 @pytest.mark.parametrize("pusher", [None, (1, 2)])
