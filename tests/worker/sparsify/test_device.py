@@ -26,7 +26,7 @@ from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers import Above, Sparsifier, Step, Sums
 from zenps.sparsifiers.base import Momentum
 from zenps.worker.core.request import Parts, Request
-from zenps.worker.core.residuals import Residuals
+from zenps.worker.core.residuals import Residuals, _zeros
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
@@ -158,6 +158,21 @@ def test_what_quantization_takes_stays_on_the_device(
         left = [rank.residuals.of("layer", SIZE, 1) for rank in ranks]
         assert_same(left[1], left[0])
         assert int((left[0] != 0).sum()) > SIZE * 0.97
+
+
+def test_quantization_makes_no_table_of_the_whole_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, made = Rank(HostAccelerator(), "sync.values=int8"), list[int]()
+
+    def counted(rows: int, *more: Any) -> Tensor:
+        made.append(rows)
+        return _zeros(rows, *more)
+
+    monkeypatch.setattr("zenps.worker.core.residuals._zeros", counted)
+    for step in range(3):
+        rank.push(gradient(step, SIZE), step)
+    assert made == [SIZE], "the residual alone"
 
 
 @pytest.mark.parametrize("values", ["same", "int8"])
