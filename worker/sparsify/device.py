@@ -126,7 +126,7 @@ class DeviceGradient(Gradient):
             self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # of any class: CuPy also compiles kernels, and writes them to files
             raise TensorError(f"tensor {self.name!r} on {self.gpu.device}: {error}") from error
 
     def _find(self, gradient: Tensor) -> Found:

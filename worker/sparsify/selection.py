@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError
 from zenps.sparsifiers.base import Above, Sparsifier, Step
 
 from ..core.residuals import Feedback
@@ -64,7 +64,8 @@ class Gradient:
         If it is called again in the same step, because the push has failed, it adds nothing.
 
         Raises:
-            UsageError: the sparsifier has returned indices that it must not return.
+            TensorError: there is no memory.
+            UsageError: the sparsifier has raised an error, or has returned indices that it must not return.
         """
         residual, gradient = self.residual, tensor.detach().reshape(-1)
         with self._exact_apart(gradient), blaming(self.sparsifier, "accumulate or select"):
@@ -115,6 +116,7 @@ class Gradient:
         No NaN or infinite element stays in the residual: it would come back in every later step.
 
         Raises:
+            TensorError: there is no memory.
             UsageError: the sparsifier has raised an error.
         """
         values = self.residual[indices]
@@ -151,6 +153,7 @@ class Gradient:
         """Returns what the sparsifier counts; a tensor on the CPU.
 
         Raises:
+            TensorError: there is no memory.
             UsageError: the sparsifier has raised an error.
         """
         with blaming(self.sparsifier, "learn or count"):
@@ -204,11 +207,21 @@ class Withheld(Gradient):
 
 @contextlib.contextmanager
 def blaming(sparsifier: Sparsifier, where: str) -> Iterator[None]:
-    """Context for calls of a sparsifier: any error becomes a UsageError that names its class."""
+    """Context for calls of a sparsifier: its errors name its class.
+
+    Raises:
+        TensorError: there is no memory.
+        UsageError: the sparsifier has raised another error.
+    """
+    name = type(sparsifier).__name__
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise TensorError(
+            f"tensor {sparsifier.task.name!r}: no memory for {name} in {where}: {error}; free some, or set "
+            "sync.sparsifier to none on all workers"
+        ) from error
     except Exception as error:
-        name = type(sparsifier).__name__
         raise UsageError(f"{name}: {error!r} in {where}; correct the sparsifier") from error
 
 

@@ -293,6 +293,11 @@ class Wrong(Sparsifier):
         return Above(1.0)
 
 
+class Full(Wrong):
+    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 class Indices(Wrong):
     def select_on_device(self, sums: Sums, step: Step) -> Above:
         return sums.residual.topk(3).indices  # type: ignore[return-value]
@@ -319,12 +324,25 @@ def test_a_wrong_plug_in_is_named(kind: type[Sparsifier], message: str) -> None:
         made.apply(tensor)
 
 
-def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
+def test_a_sparsifier_is_not_blamed_for_a_lack_of_memory() -> None:
+    tensor = gradient(0, SIZE)
+    made = make(HostAccelerator(), kind=Full).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(TensorError, match=r"tensor 'layer': no memory for Full in .*CUDA out of memory"):
+        made.apply(tensor)
+
+
+class CompileError(Exception):
+    """As of CuPy: no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, CompileError])
+def test_a_device_that_fails_is_an_error_that_names_the_tensor(error: type[Exception]) -> None:
     class Full(HostLauncher):
         def launch(
             self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
         ) -> None:
-            raise RuntimeError("out of memory")
+            raise error("out of memory")
 
     gpu, tensor = HostAccelerator(), gradient(0, SIZE)
     gpu.launcher = Full()
