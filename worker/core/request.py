@@ -18,7 +18,7 @@ from zenps.partition.keyspace import MAX_SIZE
 from zenps.sparsifiers.base import Momentum
 from zenps.wire.fields import MAX_COLUMNS, MAX_NAME
 
-from .residuals import Residuals
+from .residuals import Residuals, Rounding
 
 NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 """Integers that travel, and are summed, as int64; uint8 itself is for broadcasts on the wire."""
@@ -62,6 +62,8 @@ class Options(Struct, frozen=True):
     purpose: Purpose = "value"
     residuals: Residuals | None = None
     """Error feedback of the gradients of one optimizer. Without it, a gradient is not quantized."""
+    rounding: Rounding | None = None
+    """Takes the rounding errors, which ``residuals`` then do not take."""
     is_dropped: bool = False
     """True for a gradient that is pushed only because other ranks wait for it: residuals stay as they are."""
     parts: Parts | None = None

@@ -126,11 +126,6 @@ class Residuals:
         """Returns the residual of a tensor, ``[rows, columns]``; None if it has none yet."""
         return self._tables.get(name)
 
-    def take(self, name: str) -> Tensor | None:
-        """Returns the residual of a tensor and forgets it; None if the tensor has none."""
-        with self._lock:
-            return self._tables.pop(name, None)
-
     def of(
         self,
         name: str,
@@ -156,6 +151,19 @@ class Residuals:
                         "set sync.values to same and sync.sparsifier to none, on all workers"
                     ) from None
             return table
+
+
+@dataclass
+class Rounding:
+    """Takes the rounding errors of one push, instead of a residual. Nothing is added to the push.
+
+    Attributes:
+        errors: float32 ``[n, columns]``; None if nothing was rounded.
+        rows: of the errors, int64 ``[n]``; None if they are those of a dense tensor, in order.
+    """
+
+    errors: Tensor | None = None
+    rows: Tensor | None = None
 
 
 def _zeros(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -159,9 +159,9 @@ class Planner:
         device = torch.device("cpu") if tensor.is_sparse else tensor.device
         empty = self._pool.empty if device.type == "cpu" else partial(empty_on, device)
         residual = None
-        if not options.is_dropped:
+        if not options.is_dropped and options.rounding is None:
             residual = options.residuals.of(name, rows, columns, device=device)
-        return Quantizer(codec, residual, empty, options.parts)
+        return Quantizer(codec, residual, empty, options.parts, options.rounding)
 
     def _accelerator(self, tensor: Tensor) -> Accelerator | None:
         """Returns the accelerator of the tensor's device; None for the CPU."""

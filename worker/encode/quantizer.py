@@ -21,6 +21,7 @@ from zenps.partition.layout import Layout
 from zenps.wire.tensors import DTYPES, copied_bytes, flat, tensor_bytes, tensor_from_bytes
 
 from ..core.request import Parts
+from ..core.residuals import Rounding
 
 Empty = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """Returns an uninitialised contiguous tensor of a shape and dtype."""
@@ -125,9 +126,10 @@ class Quantizer(ValueCoder):
     Args:
         codec: of the values.
         residual: float32 ``[rows, columns]``, the rounding errors of earlier pushes; updated by each push.
-            None for a gradient that is thrown away: nothing is added to it, and its errors are lost.
+            None: nothing is added to the values, and the errors go to ``rounding``.
         empty: makes the memory for encoded and decoded values, on the device of the residual.
         parts: of a dense gradient. The residual of an absent part stays as it is.
+        rounding: None for a gradient that is thrown away: its errors are lost.
     """
 
     keeps_residual = True
@@ -138,12 +140,14 @@ class Quantizer(ValueCoder):
         residual: Tensor | None,
         empty: Empty,
         parts: Parts | None = None,
+        rounding: Rounding | None = None,
     ) -> None:
         self.form = codec.form
         self.flags = None if parts is None else parts.flags
         self._codec = codec
         self._residual = residual
         self._empty = empty
+        self._rounding = rounding
         self._ranges = () if parts is None else parts.ranges
 
     def size_bytes(self, rows: int, columns: int) -> int:
@@ -152,7 +156,7 @@ class Quantizer(ValueCoder):
     def encode(self, values: Tensor, flags: Tensor | None = None) -> Tensor:
         residual = self._residual
         if residual is None:
-            return self._round(values)[0]
+            return self._encode_apart(values)
         absent: list[tuple[int, int]] = []
         if flags is None and self.flags is not None:
             flags = values[self.flags, 0]
@@ -171,11 +175,20 @@ class Quantizer(ValueCoder):
 
     def encode_rows(self, values: Tensor, layout: Layout, positions: Tensor) -> Tensor:
         if self._residual is None:
-            return self._round(values)[0]
+            if self._rounding is not None:
+                self._rounding.rows = layout.rows(positions)
+            return self._encode_apart(values)
         rows = layout.rows(positions)
         values += torch.index_select(self._residual, 0, rows)
         data, error = self._round(values)
         put_rows(error, rows.numpy(), self._residual)
+        return data
+
+    def _encode_apart(self, values: Tensor) -> Tensor:
+        """Encodes values that have no residual."""
+        data, error = self._round(values)
+        if self._rounding is not None:
+            self._rounding.errors = error
         return data
 
     def _round(self, values: Tensor) -> tuple[Tensor, Tensor]:

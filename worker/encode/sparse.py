@@ -40,10 +40,11 @@ def as_table(tensor: Tensor) -> Rows:
     """
     _, columns = table_shape(tensor)
     indices, values = tensor._indices(), tensor._values().detach()
+    if not indices.shape[1]:
+        return _without_rows(indices, values.reshape(0, columns))
     # A sparse tensor of no dimensions has one row and no index.
     rows = indices[0] if tensor.sparse_dim() else indices.new_zeros(indices.shape[1])
-    # Backward adds rows in place to an empty gradient, which torch refuses once NumPy has seen its memory.
-    if tensor.sparse_dim() > 1 and len(rows):
+    if tensor.sparse_dim() > 1:
         dims = tuple(tensor.shape[: tensor.sparse_dim()])
         try:
             rows = torch.from_numpy(np.ravel_multi_index(tuple(indices.numpy()), dims))
@@ -54,6 +55,8 @@ def as_table(tensor: Tensor) -> Rows:
 
 def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) -> Tensor:
     """Returns a coalesced sparse COO tensor: the inverse of :func:`as_table` for sorted unique ``rows``."""
+    if not len(rows):
+        rows, values = _without_rows(rows, values)
     indices = rows.unsqueeze(0)[:sparse_dim]
     if sparse_dim > 1:
         indices = torch.stack(torch.unravel_index(rows, shape[:sparse_dim]))
@@ -61,6 +64,14 @@ def as_sparse(rows: Tensor, values: Tensor, shape: torch.Size, sparse_dim: int) 
     return torch.sparse_coo_tensor(
         indices, values, shape, device=values.device, is_coalesced=True, check_invariants=False
     )
+
+
+def _without_rows(rows: Tensor, values: Tensor) -> Rows:
+    """Returns an empty table in memory of its own.
+
+    Backward adds rows in place to a gradient without any. torch refuses that once NumPy has seen its memory.
+    """
+    return rows.new_empty(0), values.new_empty(values.shape)
 
 
 def coalesced(tensor: Tensor, kernels: Kernels) -> Tensor:

@@ -19,7 +19,7 @@ from zenps.errors import UsageError
 from zenps.sparsifiers.base import target
 
 from ..core.request import Options, Request
-from ..core.residuals import Residuals
+from ..core.residuals import Rounding
 from ..core.statistics import Progress, Report
 from ..core.transfer import Answer, EncodedTensor, OneRound, Transfer, Transform, dense_bytes
 from ..encode.sparse import as_sparse
@@ -208,12 +208,12 @@ class AgreedTransfer(Transfer):
         return structs.replace(report, pushed_bytes=pushed_bytes, dense_bytes=dense_bytes, rows=rows)
 
     def _add(self, suffix: str, tensor: Tensor) -> EncodedTensor:
-        rounding, name = Residuals(), self._name + suffix
+        rounding, name = Rounding(), self._name + suffix
         # The parts are those of the whole gradient.
-        options = structs.replace(self._options, residuals=rounding, parts=None)
+        options = structs.replace(self._options, rounding=rounding, parts=None)
         part = self._parts[suffix] = self._begin(Request(tensor, name, options))
-        if (errors := rounding.take(name)) is not None:
-            self._agreed.keep_rounding(errors.view(-1))
+        if rounding.errors is not None:
+            self._agreed.keep_rounding(rounding.errors.view(-1))
         part.encoded = structs.replace(part.encoded, suffix=suffix, is_summed=suffix == COUNTS)
         return self._expect(suffix)
 

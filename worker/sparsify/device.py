@@ -57,8 +57,6 @@ class DeviceGradient(Gradient):
         gradient = self._following(tensor)
         with self._enqueued(self.gpu.pushing):
             found = self._find(gradient)
-            for begin, end in self.exact:
-                self.residual[begin:end] = gradient[begin:end]
             indices = self.gpu.to_host(self._with_exact(found.indices))
         return self._sorted(indices)[0]
 
@@ -66,17 +64,15 @@ class DeviceGradient(Gradient):
         gradient, gpu = self._following(tensor), self.gpu
         with self._enqueued(gpu.pushing):
             found = self._find(gradient)
-            pushed, rounding = self._rounded(found.values)
-            exact = [gradient[begin:end] for begin, end in self.exact]
-            all_finite = torch.cat([*exact, found.values]).isfinite().all()
+            sums = torch.cat([*(self.residual[begin:end] for begin, end in self.exact), found.values])
+            pushed, rounding = self._rounded(sums)
             taken = self._with_exact(found.indices)
-            indices = gpu.to_host(taken)
-            values = gpu.to_host(torch.cat([*exact, pushed]))
-            is_finite = gpu.to_host(all_finite)
+            indices, values = gpu.to_host(taken), gpu.to_host(pushed)
+            is_finite = gpu.to_host(sums.isfinite().all())
         indices, origin = self._sorted(indices)
         if origin is not None:
             values = values[origin]
-        self._remove(taken, is_finite, found.indices, rounding)
+        self._remove(taken, is_finite, rounding)
         return indices, values
 
     def take(self, indices: Tensor) -> Tensor:
@@ -86,7 +82,7 @@ class DeviceGradient(Gradient):
             values = residual[taken]
             pushed, rounding = self._rounded(values)
             on_host, is_finite = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
-        self._remove(taken, is_finite, taken, rounding)
+        self._remove(taken, is_finite, rounding)
         return on_host
 
     def put_back(self, indices: Tensor, pushed: Tensor) -> None:
@@ -130,12 +126,17 @@ class DeviceGradient(Gradient):
             self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise
-        except RuntimeError as error:
+        except Exception as error:  # of any class: CuPy also compiles kernels, and writes them to files
             raise TensorError(f"tensor {self.name!r} on {self.gpu.device}: {error}") from error
 
     def _find(self, gradient: Tensor) -> Found:
         """Adds the gradient to the residual, and selects from the elements that are not exact."""
-        sums, sparsifier = self._sums(gradient), self.sparsifier
+        with self._exact_apart(gradient):
+            return self._select(self._sums(gradient))
+
+    def _select(self, sums: Sums) -> Found:
+        """Selects from the elements that are not exact; the gradient is added to the residual."""
+        sparsifier = self.sparsifier
         with blaming(sparsifier, "accumulate or select"):
             selection: object = sparsifier.select_on_device(sums, self.step)
             if not isinstance(selection, Above):
@@ -155,11 +156,10 @@ class DeviceGradient(Gradient):
         return found
 
     def _sums(self, gradient: Tensor) -> Sums:
-        """Returns gradient and residual without the exact elements, which the sparsifier must not choose."""
+        """Returns gradient and residual without the exact elements."""
         residual, size = self.residual, len(self.residual)
         rest = self._yet_to_add(gradient)
-        for begin, end in self.exact:
-            residual[begin:end] = 0
+        self._hide_exact()
         if len(self.exact) == 1 and self.exact[0][1] == size:  # they are at the end, as in a bucket
             size = self.exact[0][0]
         elif self.exact and rest is not None:
@@ -197,11 +197,6 @@ class DeviceGradient(Gradient):
         indices = torch.cat([rows.positions, more.positions])
         return Found(indices, torch.cat([rows.values, more.values])[:, 0])
 
-    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the values in the gradient's dtype, and the rounding errors, which stay in the residual."""
-        pushed = values.to(self.dtype)
-        return pushed, (values - pushed).nan_to_num_(0, 0, 0)
-
     def _with_exact(self, indices: Tensor) -> Tensor:
         exact = [torch.arange(*bounds, device=indices.device) for bounds in self.exact]
         return torch.cat([*exact, indices]) if exact else indices
@@ -220,7 +215,7 @@ class DeviceGradient(Gradient):
         ascending, origin = np.unique(indices.numpy(), return_index=True)
         return torch.from_numpy(ascending), torch.from_numpy(origin)
 
-    def _remove(self, taken: Tensor, is_finite: Tensor, selected: Tensor, rounding: Tensor) -> None:
+    def _remove(self, taken: Tensor, is_finite: Tensor, rounding: Tensor) -> None:
         """Removes what is pushed from the residual, as on the CPU.
 
         A selection ends with this: if anything fails before, the elements are pushed next time.
@@ -228,7 +223,6 @@ class DeviceGradient(Gradient):
         Args:
             taken: the indices of all pushed elements.
             is_finite: on the host: whether all pushed elements are finite.
-            selected: the indices of the pushed elements that are not exact.
             rounding: their rounding errors, which stay in the residual.
         """
         with self._enqueued(self.gpu.pulling):
@@ -236,5 +230,7 @@ class DeviceGradient(Gradient):
                 self.residual.nan_to_num_(0, 0, 0)
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
-            self.residual[selected] = rounding
+            self.residual[taken] = 0
+            # An exact element may be there twice, see _sorted: its other error is 0.
+            self.residual.index_add_(0, taken, rounding)
         self.feedback.added_step = None

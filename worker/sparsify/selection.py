@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError
 from zenps.sparsifiers.base import Above, Sparsifier, Step
 
 from ..core.residuals import Feedback
@@ -29,7 +29,9 @@ class Gradient:
     Attributes:
         name: of the tensor.
         shape, dtype: of the tensor.
-        exact: ranges of elements that are pushed in any case, and have no residual.
+        exact: ranges of elements that are pushed in any case.
+        are_flags: True if these are presence elements: no rounding error is added to them, because it could
+            make an absent parameter present.
         sparsifier: selects from the others.
         feedback: of the tensor.
         step: of the tensor.
@@ -45,6 +47,7 @@ class Gradient:
     shape: torch.Size
     dtype: torch.dtype
     exact: tuple[tuple[int, int], ...]
+    are_flags: bool
     sparsifier: Sparsifier
     feedback: Feedback
     step: Step
@@ -61,23 +64,46 @@ class Gradient:
         If it is called again in the same step, because the push has failed, it adds nothing.
 
         Raises:
-            UsageError: the sparsifier has returned indices that it must not return.
+            TensorError: there is no memory.
+            UsageError: the sparsifier has raised an error, or has returned indices that it must not return.
         """
         residual, gradient = self.residual, tensor.detach().reshape(-1)
-        with blaming(self.sparsifier, "accumulate or select"):
+        with self._exact_apart(gradient), blaming(self.sparsifier, "accumulate or select"):
             if self.feedback.added_step != self.step.number:  # else an earlier push of this step has failed
                 self.sparsifier.accumulate(residual, gradient)
                 self.feedback.added_step = self.step.number
-            for begin, end in self.exact:
-                residual[begin:end] = 0  # the sparsifier must not choose these instead of others
+            self._hide_exact()
             selection = self.sparsifier.select(residual, self.step)
             indices = selection.indices(residual) if isinstance(selection, Above) else selection
         check_indices(type(self.sparsifier).__name__, indices, len(residual))
         if self.exact:
             indices = torch.from_numpy(np.union1d(indices.numpy(), self.exact_indices()))
-            for begin, end in self.exact:
-                residual[begin:end] = gradient[begin:end]
         return indices
+
+    @contextlib.contextmanager
+    def _exact_apart(self, gradient: Tensor) -> Iterator[None]:
+        """Context that may overwrite the residual's exact elements; at its end they are what is to be pushed.
+
+        The gradient is added to them if the context has added it to the others: once in each step.
+        """
+        feedback, number = self.feedback, self.step.number
+        was_added = feedback.added_step == number
+        kept = [self.residual[begin:end].clone() for begin, end in self.exact]
+        try:
+            yield
+        finally:
+            is_added = feedback.added_step == number and not was_added
+            for (begin, end), values in zip(self.exact, kept, strict=True):
+                if self.are_flags:
+                    values.copy_(gradient[begin:end])
+                elif is_added:
+                    values += gradient[begin:end]
+                self.residual[begin:end] = values
+
+    def _hide_exact(self) -> None:
+        """Sets the exact elements to 0: the sparsifier must not choose these instead of others."""
+        for begin, end in self.exact:
+            self.residual[begin:end] = 0
 
     def select_and_take(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`select`, then :meth:`take`: returns indices and values."""
@@ -90,17 +116,26 @@ class Gradient:
         No NaN or infinite element stays in the residual: it would come back in every later step.
 
         Raises:
+            TensorError: there is no memory.
             UsageError: the sparsifier has raised an error.
         """
         values = self.residual[indices]
-        pushed = values.to(self.dtype)
+        pushed, rounding = self._rounded(values)
         with blaming(self.sparsifier, "sent"):  # if it fails, nothing has left the residual
             self.sparsifier.sent(indices)
-        self.residual[indices] = (values - pushed).nan_to_num_(0, 0, 0)
+        self.residual[indices] = rounding
         self.feedback.added_step = None
         if not bool(values.isfinite().all()):  # perhaps more of them than may be pushed
             self.residual.nan_to_num_(0, 0, 0)
         return pushed
+
+    def _rounded(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the values in the gradient's dtype, and the rounding errors, which stay in the residual."""
+        pushed = values.to(self.dtype)
+        if self.dtype != values.dtype:  # a finite sum may be beyond the greatest number
+            most = torch.finfo(self.dtype).max
+            pushed = torch.where(values.isfinite(), pushed.clamp(-most, most), pushed)
+        return pushed, (values - pushed).nan_to_num_(0, 0, 0)
 
     def put_back(self, indices: Tensor, pushed: Tensor) -> None:
         """Undoes :meth:`take`, which has returned ``pushed``, because nothing was sent."""
@@ -118,6 +153,7 @@ class Gradient:
         """Returns what the sparsifier counts; a tensor on the CPU.
 
         Raises:
+            TensorError: there is no memory.
             UsageError: the sparsifier has raised an error.
         """
         with blaming(self.sparsifier, "learn or count"):
@@ -171,11 +207,21 @@ class Withheld(Gradient):
 
 @contextlib.contextmanager
 def blaming(sparsifier: Sparsifier, where: str) -> Iterator[None]:
-    """Context for calls of a sparsifier: any error becomes a UsageError that names its class."""
+    """Context for calls of a sparsifier: its errors name its class.
+
+    Raises:
+        TensorError: there is no memory.
+        UsageError: the sparsifier has raised another error.
+    """
+    name = type(sparsifier).__name__
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise TensorError(
+            f"tensor {sparsifier.task.name!r}: no memory for {name} in {where}: {error}; free some, or set "
+            "sync.sparsifier to none on all workers"
+        ) from error
     except Exception as error:
-        name = type(sparsifier).__name__
         raise UsageError(f"{name}: {error!r} in {where}; correct the sparsifier") from error
 
 

@@ -20,7 +20,7 @@ from zenps.sparsifiers.base import Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
 from ..core.request import Request, turn_of, without_turn
-from ..core.residuals import CPU, Feedback, Residuals
+from ..core.residuals import CPU, Feedback, Rounding
 from ..core.statistics import Statistics
 from ..core.transfer import Transfer, Transform
 from ..encode.accelerator import Accelerator, Accelerators
@@ -138,6 +138,7 @@ class Sparsification:
             tensor.shape,
             tensor.dtype,
             options.exact,
+            options.parts is not None,
             feedback.sparsifier,
             feedback,
             Step(feedback.next_step - 1, self._config.sync.density, feedback.counts),
@@ -291,10 +292,10 @@ class Sparsified(Transform):
 
     def _begin_on_device(self, request: Request, begin: Callable[[Request], Transfer]) -> Transfer:
         # Values are rounded on the host. The rounding errors belong to the residual on the device.
-        rounding = Residuals()
-        transfer = begin(request._replace(options=structs.replace(request.options, residuals=rounding)))
-        if (errors := rounding.take(request.name)) is not None:
-            self.gradient.keep_rounding(self._indices, errors.view(-1)[self._indices])
+        rounding = Rounding()
+        transfer = begin(request._replace(options=structs.replace(request.options, rounding=rounding)))
+        if rounding.errors is not None and rounding.rows is not None:
+            self.gradient.keep_rounding(rounding.rows, rounding.errors.view(-1))
         return transfer
 
     def undo(self, result: Tensor) -> Tensor:

@@ -107,7 +107,9 @@ class Counts(Controller):
 
     def learn(self, selected: int, wanted: int, step: Step) -> None:
         threshold = self._estimate(wanted, step)
-        if threshold is not None and self._center:
+        if threshold is None and not self._center:
+            self._log_bias = 0.0  # the first grid has all magnitudes, so no count fits the bias
+        elif threshold is not None and self._center:
             error = math.log(max(selected, 0.5) / wanted)
             self._log_bias += self.GAIN * max(-self.MAX_ERROR, min(error, self.MAX_ERROR))
         self._center = threshold or 0.0

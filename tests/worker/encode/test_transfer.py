@@ -19,7 +19,9 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.buffers import BufferPool
 from zenps.config.settings import CudaConfig
 from zenps.errors import ProtocolError, TensorError
+from zenps.kernels.base import Kernels
 from zenps.kernels.cpu import CpuKernels
+from zenps.kernels.factory import make_kernels
 from zenps.kernels.gpu.place import DeviceLayout
 from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout, LayoutCache
@@ -41,7 +43,7 @@ from zenps.worker.encode.dense import (
 )
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Unchanged
-from zenps.worker.encode.sparse import SparseTransfer
+from zenps.worker.encode.sparse import SparseTransfer, coalesced
 from zenps.worker.encode.staged import StagedDense
 
 torch.set_num_threads(1)
@@ -303,6 +305,24 @@ def test_sparse_with_every_row(make_sparse: MakeSparse, dtype: torch.dtype, code
 DENSE_SHAPES: list[tuple[int, ...]] = [
     (), (1,), (255,), (256,), (257,), (5000,), (3, 4), (40, 30), (2, 3, 4, 5, 6), (0,), (0, 3), (4, 0, 2),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [2, 64], ids=["narrow", "wide"])
+@pytest.mark.parametrize("kernels", [KERNELS, make_kernels(POOL)], ids=["torch", "default"])
+def test_backward_adds_rows_to_a_gradient_and_a_result_without_any(kernels: Kernels, columns: int) -> None:
+    """As of a micro-batch that looks nothing up. torch refuses to resize memory that NumPy has seen."""
+    layout = make_layout("balanced", 50, 1, [0, 1], table_bytes=0)
+    given = sparse([], torch.empty(0, columns), (50, columns))
+    (pulled,), _ = synchronize(
+        [given],
+        lambda tensor: SparseTransfer(
+            tensor, Sharding(layout, 2, 0), "auto", kernels, Unchanged(tensor.dtype)
+        ),
+        average=False,
+    )
+    for gradient in (given, pulled, coalesced(given, kernels)):
+        gradient += torch.ones(50, columns).to_sparse(1)
+        assert torch.equal(gradient.to_dense(), torch.ones(50, columns))
 
 
 @every_dense_way

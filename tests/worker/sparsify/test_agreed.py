@@ -181,6 +181,18 @@ def test_an_exact_element_is_not_rounded_away_by_a_great_one_beside_it() -> None
     torch.testing.assert_close(result[begin:end], torch.full((end - begin,), float(RANKS)), rtol=0.05, atol=0)
 
 
+def test_what_quantization_takes_from_exact_elements_comes_later() -> None:
+    """Small elements beside a great one move only with error feedback."""
+    job, (begin, _), steps = Job(0, "sync.values=int8"), EXACT[0], 30
+    small, summed = slice(begin + 1, begin + 64), torch.zeros(63)
+    for number in range(steps):
+        tensors = [gradient(100 * number + rank, SIZE) for rank in range(RANKS)]
+        for tensor in tensors:
+            tensor[begin], tensor[small] = 1, 1e-3
+        summed += job.push(tensors, number, change=False)[0][small]
+    assert float(summed.mean()) == pytest.approx(1e-3 * steps * RANKS, rel=0.4)
+
+
 def test_parts_of_a_gradient_are_none_of_what_is_pushed_of_it() -> None:
     """At their places, the values at the union are those of other elements."""
     whole, parted = Job(0, "sync.values=int8"), Job(0, "sync.values=int8")

@@ -25,8 +25,8 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers import Above, Sparsifier, Step, Sums
 from zenps.sparsifiers.base import Momentum
-from zenps.worker.core.request import Request
-from zenps.worker.core.residuals import Residuals
+from zenps.worker.core.request import Parts, Request
+from zenps.worker.core.residuals import Residuals, _zeros
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
@@ -105,6 +105,7 @@ def with_nan(seed: int) -> Tensor:
 KINDS: dict[str, Callable[[int], Tensor]] = {
     "normal": lambda seed: gradient(seed, SIZE),
     "float16": lambda seed: gradient(seed, SIZE, torch.float16),
+    "sums beyond float16": lambda _: (6e4 * gradient(0, SIZE).sign()).half(),
     "bfloat16": lambda seed: gradient(seed, SIZE, torch.bfloat16),
     "heavy tails": lambda seed: gradient(seed, SIZE) ** 7,
     "mostly zero": mostly_zero,
@@ -144,15 +145,34 @@ def test_momentum_stays_on_the_device(kind: str, nesterov: bool) -> None:
 
 
 @pytest.mark.parametrize("values", ["bfloat16", "int8"])
-@pytest.mark.parametrize("exact", [(), BUCKET], ids=["", "bucket"])
-def test_what_quantization_takes_stays_on_the_device(values: str, exact: tuple[tuple[int, int], ...]) -> None:
-    ranks = [Rank(each, f"sync.values={values}", exact=exact) for each in (None, HostAccelerator())]
+@pytest.mark.parametrize("exact", [(), BUCKET, VECTORS], ids=["", "bucket", "vectors"])
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_what_quantization_takes_stays_on_the_device(
+    values: str, exact: tuple[tuple[int, int], ...], has_parts: bool
+) -> None:
+    changes = {"exact": exact, "parts": Parts([(0, 10)], slice(SIZE - 1, SIZE)) if has_parts else None}
+    ranks = [Rank(each, f"sync.values={values}", **changes) for each in (None, HostAccelerator())]
     for step in range(3):
         for rank in ranks:
             rank.push(gradient(step, SIZE), step)
-        left = [rank.residuals.of("layer", SIZE, 1)[: SIZE - 300] for rank in ranks]
+        left = [rank.residuals.of("layer", SIZE, 1) for rank in ranks]
         assert_same(left[1], left[0])
         assert int((left[0] != 0).sum()) > SIZE * 0.97
+
+
+def test_quantization_makes_no_table_of_the_whole_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank, made = Rank(HostAccelerator(), "sync.values=int8"), list[int]()
+
+    def counted(rows: int, *more: Any) -> Tensor:
+        made.append(rows)
+        return _zeros(rows, *more)
+
+    monkeypatch.setattr("zenps.worker.core.residuals._zeros", counted)
+    for step in range(3):
+        rank.push(gradient(step, SIZE), step)
+    assert made == [SIZE], "the residual alone"
 
 
 @pytest.mark.parametrize("values", ["same", "int8"])
@@ -273,6 +293,11 @@ class Wrong(Sparsifier):
         return Above(1.0)
 
 
+class Full(Wrong):
+    def accumulate(self, residual: Tensor, gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 class Indices(Wrong):
     def select_on_device(self, sums: Sums, step: Step) -> Above:
         return sums.residual.topk(3).indices  # type: ignore[return-value]
@@ -299,12 +324,25 @@ def test_a_wrong_plug_in_is_named(kind: type[Sparsifier], message: str) -> None:
         made.apply(tensor)
 
 
-def test_a_device_that_fails_is_an_error_that_names_the_tensor() -> None:
+def test_a_sparsifier_is_not_blamed_for_a_lack_of_memory() -> None:
+    tensor = gradient(0, SIZE)
+    made = make(HostAccelerator(), kind=Full).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    with pytest.raises(TensorError, match=r"tensor 'layer': no memory for Full in .*CUDA out of memory"):
+        made.apply(tensor)
+
+
+class CompileError(Exception):
+    """As of CuPy: no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, CompileError])
+def test_a_device_that_fails_is_an_error_that_names_the_tensor(error: type[Exception]) -> None:
     class Full(HostLauncher):
         def launch(
             self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
         ) -> None:
-            raise RuntimeError("out of memory")
+            raise error("out of memory")
 
     gpu, tensor = HostAccelerator(), gradient(0, SIZE)
     gpu.launcher = Full()
@@ -373,6 +411,7 @@ def test_a_gradient_is_counted_once_however_often_its_push_fails(
 
     def push(gpu: Scarce, failures: Sequence[int]) -> list[Any]:
         sparsification, residuals, results = make(gpu, f"sync.sparsifier={name}"), Residuals(), list[Any]()
+        residuals.of("layer", SIZE, 1).fill_(0.25)  # as if quantization had taken it
         for step in range(3):
             tensor = with_nan(step) if step == 1 else gradient(step, SIZE, torch.bfloat16)
             request = Request(tensor, "layer", options(residuals, **changes))

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from zenps.config.settings import Config
 from zenps.config.sources import load
-from zenps.errors import UsageError
+from zenps.errors import TensorError, UsageError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.sparsifiers.base import Above, Sparsifier, Step
-from zenps.worker.core.request import Options, Request
+from zenps.worker.core.request import Options, Parts, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
-from zenps.worker.sparsify.agreed import Agreed
+from zenps.worker.sparsify.agreed import VALUES, Agreed
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -127,14 +127,22 @@ def test_what_is_not_finite_is_pushed_and_not_kept(bad: float, elements: int) ->
     assert bool(residuals.of("layer", SIZE, 1).isfinite().all())
 
 
-@pytest.mark.parametrize("large", [7e4, -7e4])
-def test_a_sum_that_overflows_float16_is_not_kept(large: float) -> None:
-    residuals, tensor = Residuals(), gradient(1, 2 * SMALL_FLOATS).half()
-    residual = residuals.of("layer", len(tensor), 1)
+@pytest.mark.parametrize("large", [15e4, -15e4])
+@pytest.mark.parametrize("sparsifier", ["topk", "exdyna"])
+def test_a_sum_beyond_float16_is_pushed_in_several_steps(sparsifier: str, large: float) -> None:
+    made = make(f"sync.sparsifier={sparsifier}", "sparsifier.least_bytes=1")
+    residuals, nothing = Residuals(), torch.zeros(SIZE).half()
+    residual = residuals.of("layer", SIZE, 1)
     residual[3] = large
-    sent = transform(make(), tensor, 0, options(residuals)).apply(tensor)
-    assert sent.to_dense()[3] == math.copysign(math.inf, large)
-    assert residual[3] == 0
+    pushed = []
+    for step in range(3):
+        each = made.transform(Request(nothing, "layer", options(residuals, exact=((3, 4),))), step)
+        assert each is not None
+        sent = each.apply(nothing)
+        values = each.continue_with(sent)[VALUES] if isinstance(each, Agreed) else sent.to_dense()[3:]
+        pushed.append(float(values[0]))
+        assert residual[3] == large - sum(pushed)
+    assert pushed == [math.copysign(65504, large), math.copysign(65504, large), large - sum(pushed[:2])]
 
 
 @pytest.mark.parametrize("pusher", [None, (1, 2)])
@@ -249,13 +257,35 @@ def test_a_gradient_is_counted_once_however_often_its_push_fails(
     for step in range(3):
         Failing.failures, tensor = step, gradient(step)
         for _ in range(step):
-            with pytest.raises(UsageError, match="MemoryError"):
+            with pytest.raises(TensorError, match="tensor 'layer': no memory for Failing in"):
                 transform(sparsification, tensor, step, options(residuals)).apply(tensor)
         sent = transform(sparsification, tensor, step, options(residuals)).apply(tensor)
         expected += tensor
         assert torch.equal(sent._values(), expected[[1, 5]])
         expected[[1, 5]] = 0
         assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], expected)
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
+@pytest.mark.parametrize("failing", ["select", "sent"])
+def test_rounding_errors_of_exact_elements_are_added_once_unless_these_are_flags(
+    monkeypatch: pytest.MonkeyPatch, failing: str, has_parts: bool
+) -> None:
+    monkeypatch.setattr(Failing, "failing", failing)
+    monkeypatch.setattr(Failing, "failures", 2)
+    sparsification, residuals, tensor = make(f"sync.sparsifier={__name__}:Failing"), Residuals(), gradient(0)
+    begin, end = exact = (SIZE - 4, SIZE)
+    given = options(
+        residuals, exact=(exact,), parts=Parts([(0, begin)], slice(begin, end)) if has_parts else None
+    )
+    residuals.of("layer", SIZE, 1).fill_(0.25)
+    for _ in range(2):
+        with pytest.raises(TensorError, match="tensor 'layer': no memory for Failing in"):
+            transform(sparsification, tensor, 0, given).apply(tensor)
+    sent = transform(sparsification, tensor, 0, given).apply(tensor).to_dense()
+    assert torch.equal(sent[begin:], tensor[begin:] + (0 if has_parts else 0.25))
+    assert torch.equal(sent[[1, 5]], tensor[[1, 5]] + 0.25)
+    assert not residuals.of("layer", SIZE, 1)[begin:].any()
 
 
 def test_what_a_failed_push_has_left_is_forgotten_once_another_has_begun(

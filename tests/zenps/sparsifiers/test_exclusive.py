@@ -166,6 +166,21 @@ def test_the_first_steps_of_light_tailed_gradients_are_near_the_wanted_density(
         assert 0.75 <= len(union) / target(size, density) <= most
 
 
+@pytest.mark.parametrize("growing", [40, 0], ids=["grew", "loaded"])
+def test_a_threshold_comes_back_after_many_steps_that_selected_far_too_much(growing: int) -> None:
+    """They teach a bias that no count fits. States of older versions may have one."""
+    ranks, generator = Ranks("micro", 1600, 2, 0.01), torch.Generator().manual_seed(0)
+    if not growing:
+        for sparsifier in ranks.sparsifiers:
+            sparsifier.load_state_dict({"center": 0.0, "log_bias": 6.0})
+    controller, is_known = ranks.sparsifiers[0].controller, []
+    for number in range(growing + 60):
+        scale = 1.5 ** min(number, growing)
+        ranks.step([scale * torch.randn(1600, generator=generator) for _ in range(2)])
+        is_known.append(controller.threshold(16, Step(number + 1, 0.01, ranks.counts)) is not None)
+    assert all(is_known[-20:])
+
+
 def test_micro_s_partitions_never_change_and_its_load_is_unequal() -> None:
     ranks, stream = Ranks("micro", 100_000, 8, 0.005), gradients_of(100_000, 8)
     bounds, unequal = ranks.sparsifiers[0].bounds.tolist(), []

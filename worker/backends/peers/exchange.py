@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
 
 from ...core.pending import Pending
 from ...core.request import Request
@@ -27,7 +27,7 @@ from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entry
 from ..servers import ServerBackend
-from .transfer import PeerRound, PeerTransfer
+from .transfer import LOCAL_ERRORS, PeerRound, PeerTransfer
 
 # Rounds that rank 0 names in one message at most.
 MAX_AT_ONCE = 32
@@ -147,7 +147,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             result: Tensor | ZenPSError
             try:
                 result = transfer.reduce(group, round_.entries)
-            except (MismatchError, UsageError) as error:  # on all ranks, at the same point
+            except (MismatchError, *LOCAL_ERRORS) as error:  # on all ranks, at the same point
                 result = error
             transfer.sent_bytes = group.sent_bytes - sent
             transfer.received_bytes = group.received_bytes - received

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from msgspec import structs
 from torch import Tensor
 
 from zenps.buffers import BufferPool
-from zenps.errors import MismatchError, UsageError
+from zenps.errors import DeadlineError, MismatchError, TensorError, UsageError, ZenPSError
 from zenps.kernels.base import ACCUMULATE, Kernels
 from zenps.partition.layout import check_rows
 from zenps.schemes.base import PeerAlgorithm
@@ -24,6 +25,9 @@ from ...transport.peer_group import Group
 from ..negotiated_rounds import NegotiatedRound
 from ..negotiation import Entry
 from .algorithms import ALGORITHMS, Table
+
+LOCAL_ERRORS: Final = (DeadlineError, TensorError, UsageError)
+"""Raised by a transfer only if all ranks know that this one has failed: of a sparsifier, or its device."""
 
 
 class PeerTransfer(SuppliedTransfer):
@@ -128,15 +132,15 @@ class AgreedPeerTransfer(SparsePeerTransfer):
     def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
         self._agreed.note_selected(sum(entry.rows for entry in entries))
         union = super().reduce(group, entries)
-        error: UsageError | None = None
+        error: ZenPSError | None = None
         further: Further = {}
         try:
             further = self._agreed.continue_with(union)
-        except UsageError as raised:
+        except LOCAL_ERRORS as raised:
             error = raised
         try:
             self._check_all(group, error, 0 if error else len(further[COUNTS]))
-        except (MismatchError, UsageError):
+        except (MismatchError, *LOCAL_ERRORS):
             self._agreed.take_back()
             raise
         sums = {
@@ -148,7 +152,7 @@ class AgreedPeerTransfer(SparsePeerTransfer):
         self._agreed.note_counts(sums[COUNTS])
         return sums[VALUES]
 
-    def _check_all(self, group: Group, error: UsageError | None, counts: int) -> None:
+    def _check_all(self, group: Group, error: ZenPSError | None, counts: int) -> None:
         """Raises this rank's error; on the others, one that says that ranks failed or count otherwise."""
         told = torch.tensor([error is not None, counts, counts * counts], dtype=torch.int64, device="cpu")
         group.allreduce(told)
@@ -156,7 +160,7 @@ class AgreedPeerTransfer(SparsePeerTransfer):
         if error is not None:
             raise error
         if failed:
-            raise MismatchError(f"the sparsifier has failed on {failed} rank(s); see their logs")
+            raise MismatchError(f"a sparsifier or its device has failed on {failed} rank(s); see their logs")
         if total * total != group.size * squares:  # Cauchy-Schwarz: they are equal only if all counts are
             reason = f"ranks have counted vectors of different lengths, this one of {counts}"
             raise MismatchError(f"{reason}; correct the sparsifier's count()")

@@ -112,7 +112,7 @@ def test_a_dense_tensor_without_elements_is_not_sent() -> None:
 
 class Counting(Agreed):
     """Each rank has its number at every element, and counts ``counts`` elements; a negative number of them
-    raises an error.
+    raises an error: -1 as of a sparsifier, -2 as of its device.
     """
 
     def __init__(self, rank: int, counts: int) -> None:
@@ -129,7 +129,7 @@ class Counting(Agreed):
 
     def continue_with(self, union: Tensor) -> Further:
         if self._count < 0:
-            raise UsageError("planted")
+            raise UsageError("planted") if self._count == -1 else TensorError("planted")
         values = torch.full((union._nnz(),), float(self._rank))
         return {VALUES: values, COUNTS: torch.ones(self._count, dtype=torch.int64)}
 
@@ -162,7 +162,7 @@ def test_values_of_the_union_are_averaged_and_counts_are_added() -> None:
     ("counts", "messages"),
     [
         ((4, -1, 4), ["failed on 1 rank", "planted", "failed on 1 rank"]),
-        ((-1, -1, 4), ["planted", "planted", "failed on 2 rank"]),
+        ((-1, -2, 4), ["planted", "planted", "failed on 2 rank"]),
         ((4, 0, 2), ["this one of 4", "this one of 0", "this one of 2"]),
         ((0, 0, 1), ["this one of 0", "this one of 0", "this one of 1"]),
     ],
@@ -173,6 +173,6 @@ def test_a_sparsifier_that_fails_somewhere_ends_the_round_on_all_ranks(
     """What was taken from a residual is put back."""
     agreed, results = exchange(*counts)
     for message, each, (result, _) in zip(messages, agreed, results, strict=True):
-        assert isinstance(result, UsageError if message == "planted" else MismatchError)
+        assert isinstance(result, (UsageError, TensorError) if message == "planted" else MismatchError)
         assert message in str(result)
         assert (each.taken_back, len(each.total)) == (1, 0)
