@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from zenps.errors import ZenPSError
+from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.transitions import Transitions
 from zenps.wire.messages import GiveUp, Push, Result
 
@@ -100,6 +100,14 @@ class Round(Struct, eq=False):
     def pushes_of(self, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
         """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
         return [out for out in self.outgoing if (out.server, out.push.chunk) in chunks]
+
+    def lost_with_a_server(self, workers: Set[int]) -> PeerLostError:
+        """Returns the error if the ring has changed and only ``workers`` are members."""
+        gone = listing(sorted(self.workers - workers))
+        return PeerLostError(
+            f"tensor {self.tensor!r}, step {self.step}: rank(s) {gone} were lost, and servers have changed, "
+            "within this round: others may have its sum; restart this worker, or the job if none goes on"
+        )
 
 
 class SendPush(Struct, frozen=True):

@@ -124,7 +124,7 @@ class WorkerRounds:
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
             if round_.state in AWAITED and round_.workers != workers:
-                actions += self._fail(round_, _lost_with_a_server(round_, workers))
+                actions += self._fail(round_, round_.lost_with_a_server(workers))
                 continue
             round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
@@ -193,7 +193,7 @@ class WorkerRounds:
         """Tells all servers that this rank will never push a round, so that others do not wait for it."""
         if self.failure is not None:
             return []
-        return [*self._given_up.add(GiveUp(self._ring_epoch, tensor, step), self._servers)]
+        return [*self._given_up.add_ahead(GiveUp(self._ring_epoch, tensor, step), self._servers)]
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
@@ -304,6 +304,8 @@ class WorkerRounds:
                 round_.again = True
                 round_.sent_again = {}
                 actions.append(Reshard(round_))
+        if round_ is None and self._given_up.lacks(message):
+            return [SendGiveUp(server, GiveUp(self._ring_epoch, *key, message.chunk))]
         if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
         sent = round_.sent_again.get(chunk)
@@ -332,6 +334,7 @@ class WorkerRounds:
                 return []
             (result, frames), *others = [come[number] for number in sorted(come)]
         del round_.unanswered[server, result.chunk]
+        self._given_up.on_result(result)
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
             round_.previous = -1 if settled is None else settled.previous
@@ -390,11 +393,3 @@ class WorkerRounds:
         servers = {server for server, _ in round_.unanswered}
         self._end(round_, "failed")
         return [*self._given_up.add(GiveUp(self._ring_epoch, round_.tensor, round_.step), servers)]
-
-
-def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
-    gone = listing(sorted(round_.workers - workers))
-    return PeerLostError(
-        f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
-        "within this round: others may have its sum; restart this worker, or the job if none goes on"
-    )

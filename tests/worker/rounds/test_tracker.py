@@ -134,6 +134,34 @@ def test_all_servers_hear_of_a_round_that_this_rank_will_not_begin() -> None:
     assert rounds.give_up_ahead("t", 4) == []
 
 
+def test_a_round_that_was_given_up_before_it_began_fails_for_ranks_that_push_it_again() -> None:
+    """Their round is a recovery round: the server asks for this rank's push instead of failing it."""
+    rounds = make_rounds()
+    rounds.give_up_ahead("t", 2)
+    rounds.give_up_ahead("t", 3)
+    assert rounds.on_reply(1, Wanted(1, "t", 3, 7), (), 0.0) == [SendGiveUp(1, GiveUp(1, "t", 3, lacks=7))]
+    for other in (Wanted(1, "t", 4, 7), Wanted(1, "t", 2, 7), Wanted(1, "u", 3, 7)):
+        assert rounds.on_reply(1, other, (), 0.0) == []
+
+
+def test_servers_of_a_new_ring_hear_what_was_given_up_before_it_began() -> None:
+    """Another rank may push it under that ring only. It is over once a later step has an answer."""
+    rounds, member = make_rounds(), Member("server", 7, "box", 50, "tcp://box:1", "")
+    rounds.submit(failed := make_round("t", 2), 0.0)
+    rounds.give_up(failed)
+    rounds.give_up_ahead("t", 3)
+    rounds.give_up_ahead("u", 0)
+    told = [SendGiveUp(7, GiveUp(2, "t", 3)), SendGiveUp(7, GiveUp(2, "u", 0))]
+    assert rounds.on_view(2, [member]) == told
+    later = make_round("t", 4, [(7, 0)])
+    later.ring_epoch = 2
+    rounds.submit(later, 0.0)
+    rounds.on_reply(7, structs.replace(result(later, 0), ring_epoch=2), FRAMES, 0.0)
+    assert rounds.on_view(3, [member]) == [SendGiveUp(7, GiveUp(3, "u", 0))]
+    rounds.reset()
+    assert rounds.on_view(4, [member]) == []
+
+
 def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
