@@ -122,8 +122,8 @@ class Pending:
         self._rounds = 0
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
-        self._absorbed = 0
-        """Answers that the poller has absorbed."""
+        self._renewals = 0
+        """How often the wait began anew: the poller absorbed an answer, or a server's time began anew."""
         self._unabsorbed = 0
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._waited_seconds = self._worked_seconds = 0.0
@@ -219,7 +219,7 @@ class Pending:
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
             following = transfer.on_answer(answer)
-            self._absorbed += 1
+            self._renewals += 1
             self._worked_seconds += time.perf_counter() - begin
         else:
             self._answers.append(answer)
@@ -231,12 +231,17 @@ class Pending:
         """Restarts a round in flight as ``encoded``, because the ring has changed."""
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
+            self.wait_anew()
             return
         self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
         # Only the waiting thread may use the transfer, and it may be absorbing an old answer now: it restarts
         # the transfer before it takes the next answer. The queue is replaced, not emptied: a thread that was
         # woken for an answer and finds none would raise a DeadlineError.
         self._answers = deque([encoded])
+
+    def wait_anew(self) -> None:
+        """A server's time begins anew, and with it the wait for its answer."""
+        self._renewals += 1
 
     def complete(self, result: Tensor) -> None:
         """Supplies the result. Only for a :class:`SuppliedTransfer`."""
@@ -291,11 +296,11 @@ class Pending:
         begin = time.perf_counter()
         # Asked in this order: the last answer is there before the end is.
         while not progress.ended or self._answers:
-            absorbed = self._absorbed
+            renewals = self._renewals
             with spans("wait", self.name, progress.step):
                 waiter.wait(self._has_news, until)
             if not self._answers:
-                if self._absorbed == absorbed and not progress.ended:
+                if self._renewals == renewals and not progress.ended:
                     progress.ended = True
                     reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
                     return DeadlineError(f"tensor {self.name!r}: {reason}")

@@ -111,10 +111,10 @@ class Round(Struct, eq=False):
 
 
 class SendPush(Struct, frozen=True):
-    """An action: send this push; ``was_refused`` if the server had refused it as busy."""
+    """An action: send this push; of the round that it ``resumes`` if the server had refused it as busy."""
 
     outgoing: Outgoing
-    was_refused: bool = False
+    resumes: Round | None = None
 
 
 class SendGiveUp(Struct, frozen=True):

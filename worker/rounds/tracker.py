@@ -154,13 +154,13 @@ class WorkerRounds:
         if round_.state == "recalled":
             return self._push_wanted(round_, set(round_.sent_again), now)
         round_.sent_again = {}
+        round_.deadline = self._deadline(now)
         return self._push(round_, now)
 
     def reset(self) -> list[Action]:
         """Forgets all rounds, because joining workers were admitted and all ranks count from 0 again."""
-        in_flight = [round_ for round_ in self._in_flight.values() if round_.state in AWAITED]
         actions = []
-        for round_ in in_flight:
+        for round_ in [each for each in self._in_flight.values() if each.state in AWAITED]:
             reason = f"tensor {round_.tensor!r}: in flight while joining workers were admitted"
             actions += self._fail(round_, UsageError(f"{reason}; wait for it before TrainingState.commit()"))
         for key in [*self._in_flight, *self._kept]:
@@ -175,7 +175,7 @@ class WorkerRounds:
         if self.failure is not None:
             round_.state = ROUND[round_.state]["failed"]  # it was never in flight
             return [Fail(round_, self.failure)]
-        round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.deadline = self._deadline(now)
         round_.workers = self._workers
         round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
         self._newest[round_.tensor] = round_.step
@@ -220,7 +220,8 @@ class WorkerRounds:
             case Busy():
                 return []
             case Resume():
-                return self._repeat(round_, server, message.chunk, "refused as busy", was_refused=True)
+                round_.deadline = max(round_.deadline, self._deadline(now))
+                return self._repeat(round_, server, message.chunk, "refused as busy", resumes=round_)
             case Resend():
                 return self._repeat(round_, server, message.chunk, "damaged on its way")
 
@@ -280,6 +281,10 @@ class WorkerRounds:
         return actions
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
+
+    def _deadline(self, now: float) -> float:
+        """Of a push that may open its round at a server: the time of the server begins then."""
+        return now + self._deadline_seconds + PATIENCE_SECONDS
 
     def _push(self, round_: Round, now: float) -> list[Action]:
         for out in round_.outgoing:
@@ -365,7 +370,7 @@ class WorkerRounds:
                 self.watermark = self._begun_watermark
 
     def _repeat(
-        self, round_: Round, server: int, chunk: int, cause: str, *, was_refused: bool = False
+        self, round_: Round, server: int, chunk: int, cause: str, *, resumes: Round | None = None
     ) -> list[Action]:
         key = (server, chunk)
         count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
@@ -376,7 +381,7 @@ class WorkerRounds:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail_and_tell(round_, ProtocolError("checksum", reason))
-        return [SendPush(out, was_refused=was_refused) for out in round_.pushes_of({key})]
+        return [SendPush(out, resumes) for out in round_.pushes_of({key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED

@@ -470,6 +470,22 @@ def test_a_wait_goes_on_as_long_as_answers_come() -> None:
     assert Seldom(3).pending.wait().tolist() == [0, 1, 2]
 
 
+def test_a_wait_goes_on_when_the_time_of_a_server_begins_anew() -> None:
+    """It refused a push and takes it now, or the ring has changed."""
+
+    class Renewing(Seldom):
+        def wait(self, ready: Callable[[], bool], until: float) -> None:
+            if renewals:
+                renewals.pop()()
+            else:
+                super().wait(ready, until)
+
+    renewing = Renewing(3)
+    pending = renewing.pending
+    renewals = [pending.wait_anew, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
+    assert pending.wait().tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("waits", [0, 2])
 def test_a_wait_ends_when_no_more_answers_come(waits: int) -> None:
     pending = Seldom(waits).pending
