@@ -83,7 +83,7 @@ class ServerBackend(Backend):
 
     def _give_up(self, request: Request, progress: Progress) -> None:
         """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
-        progress.ended = True
+        progress.fail()
         for name, step in self._planner.first_rounds(request, progress.step):
             self._session.channel.post(GiveUpAhead(name, step))
 

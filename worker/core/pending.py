@@ -254,10 +254,8 @@ class Pending:
     def fail(self, error: ZenPSError) -> None:
         """Ends the round with ``error``, unless it has ended already."""
         if not self.progress.ended:
-            # Ranks may have got different answers, but must shard the next round alike.
-            self.progress.pushed_rows = self.progress.pulled_rows = 0
             self._answers.append(error)
-            self.progress.ended = True
+            self.progress.fail()
 
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
@@ -301,7 +299,7 @@ class Pending:
                 waiter.wait(self._has_news, until)
             if not self._answers:
                 if self._renewals == renewals and not progress.ended:
-                    progress.ended = True
+                    progress.fail()
                     reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
                     return DeadlineError(f"tensor {self.name!r}: {reason}")
                 until = time.monotonic() + timeout_seconds

@@ -203,6 +203,19 @@ def test_one_rank_tells_of_a_change(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.parametrize("over", ["servers", "peers"])
+def test_after_a_failure_a_table_begins_anew(over: str) -> None:
+    """It may have failed here alone. Ranks that have noted it fail in the next round in which they differ."""
+    backend = Auto()
+    for _ in range(ROUNDS - 1 if over == "servers" else ROUNDS + 1):
+        backend.exchange("t")
+    pending = backend.begin(Request(WIDE, "t", Options()))
+    pending.fail(TensorError("planted"))
+    for each in (backend.servers, backend.peers):
+        each.begun.pending.clear()
+    assert [backend.exchange("t") for _ in range(ROUNDS + 1)] == ["servers"] * ROUNDS + ["peers"]
+
+
 def test_a_push_that_is_refused_counts_no_round_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks must have noted the same rounds, whatever one of them tried in vain."""
     backend = Auto()
