@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
+from zenps.errors import MismatchError, PeerLostError, UsageError, ZenPSError
 
 from ...core.pending import Pending
 from ...core.request import Request
@@ -32,9 +31,6 @@ from .transfer import PeerRound, PeerTransfer
 # Rounds that rank 0 names in one message at most.
 MAX_AT_ONCE = 32
 _NONE = -1
-
-# How long the result of a negotiation may take to get here after rank 0 has received it.
-ANSWER_SECONDS = 30.0
 
 
 class PeerExchange(NegotiatedRounds[PeerRound]):
@@ -117,7 +113,11 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             self._process_negotiation(round_)
 
     def _agree(self) -> list[int]:
-        """Returns the numbers of the rounds to exchange next, once they are negotiated here too."""
+        """Returns the numbers of the rounds to exchange next, once they are negotiated here too.
+
+        Raises:
+            MismatchError: rank 0 has the result of a negotiation that has failed here.
+        """
         order = torch.full((MAX_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             ready = list(self._negotiated)[:MAX_AT_ONCE]
@@ -126,15 +126,20 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             return ready
         self._group.exchange({}, {0: [order]})
         numbers = [number for number in order.tolist() if number != _NONE]
-        until = time.monotonic() + ANSWER_SECONDS
+        begun = self._next_number  # this rank has pushed its entry, or rank 0 would have no result
         while not self._negotiated.keys() >= set(numbers) and self._failure is None:
-            if time.monotonic() >= until:
-                raise DeadlineError(
-                    f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
-                )
-            self._servers.wait(self._has_unprocessed, until)
+            if not self._awaits_negotiation(begun):
+                reason = "rank 0 exchanges a tensor whose negotiation has failed on this rank"
+                raise MismatchError(f"{reason}, with an error of its own; restart the job")
+            self._servers.wait(self._has_unprocessed, math.inf)
             self._process_negotiations()
         return numbers
+
+    def _awaits_negotiation(self, begun: int) -> bool:
+        """Returns whether the negotiation of any of the first ``begun`` rounds is still to be processed."""
+        with self._news:
+            rounds = self._in_flight.values()
+            return any(round_.number < begun and not round_.is_processed for round_ in rounds)
 
     def _exchange(self, number: int) -> None:
         if self._failure is not None:
