@@ -22,7 +22,7 @@ from ..core.request import Request
 from ..transport.channel import CLOSE_SECONDS
 from ..transport.peer_group import MAX_SECONDS
 from .base import Session
-from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
+from .negotiation import Entries, entry_of, table_of
 from .servers import ServerBackend
 
 
@@ -131,8 +131,8 @@ class NegotiatedRounds(ABC, Generic[R]):
         """Ends every wait for another rank."""
 
     @abstractmethod
-    def _on_negotiated(self, round_: R, entries: Sequence[Entry]) -> None:
-        """Called when all ranks agree on the tensor; ``entries`` are theirs, by rank."""
+    def _on_negotiated(self, round_: R, entries: Entries) -> None:
+        """Called when all ranks agree on the tensor; ``entries`` are theirs."""
 
     def _begin(self, request: Request, rows: int, round_: R) -> Pending:
         """Begins a round with a negotiation.
@@ -186,11 +186,11 @@ class NegotiatedRounds(ABC, Generic[R]):
         round_.is_processed = True
         assert round_.negotiation is not None
         try:
-            entries = parse_entries(round_.negotiation.wait())
+            entries = Entries(round_.negotiation.wait())
         except ZenPSError as error:
             self._end(round_, error)
             return
-        if reason := disagreement(entries):
+        if reason := entries.disagreement():
             where = f"tensor {round_.name!r}, step {round_.negotiation.progress.step}"
             self._end(round_, MismatchError(f"{where}: {reason}"))
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -16,7 +15,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.backends.base import Session
 from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
-from zenps.worker.backends.negotiation import Entry, entry_of, parse_entries, table_of
+from zenps.worker.backends.negotiation import Entries, entry_of, table_of
 from zenps.worker.backends.servers import CONTROL, ServerBackend
 from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options, Request
@@ -55,7 +54,7 @@ class Servers(ServerBackend):
     """Negotiations end when the test says what comes of them."""
 
     def __init__(self, waiting: Waiting) -> None:
-        self.said: list[tuple[str, list[Entry]]] = []
+        self.said: list[tuple[str, Tensor]] = []
         self.negotiations: dict[str, Pending] = {}
         self.refuses: BaseException | None = None
         self._waiting = waiting
@@ -63,7 +62,7 @@ class Servers(ServerBackend):
     def negotiate(self, table: Tensor, name: str) -> Pending:
         if self.refuses is not None:
             raise self.refuses
-        self.said.append((name, parse_entries(table)))
+        self.said.append((name, table))
         negotiation = Pending(
             name, CONTROL, SuppliedTransfer(), Progress(STEP), self._waiting, counted="nothing"
         )
@@ -85,7 +84,7 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
         self._waiting = Waiting(self._notifier, 0.1, statistics, spans)
 
     @property
-    def said(self) -> list[tuple[str, list[Entry]]]:
+    def said(self) -> list[tuple[str, Tensor]]:
         return self.servers.said
 
     def begin(self, name: str, rows: int = 0) -> NegotiatedRound:
@@ -110,8 +109,8 @@ class Rounds(NegotiatedRounds[NegotiatedRound]):
     def _shut_down(self) -> None:
         self.shut_down += 1
 
-    def _on_negotiated(self, round_: NegotiatedRound, said: Sequence[Entry]) -> None:
-        self._end(round_, torch.tensor([entry.rows for entry in said]))
+    def _on_negotiated(self, round_: NegotiatedRound, entries: Entries) -> None:
+        self._end(round_, torch.tensor(entries.rows))
 
 
 def both(mine: Tensor, others: Tensor) -> Tensor:
@@ -125,8 +124,10 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
     round_ = rounds.begin("a", rows=4)
     rounds.begin("b", rows=5)
     assert [name for name, _ in rounds.said] == ["a", "b"]
-    own = [said[1] for _, said in rounds.said]
-    assert own == [entry_of(TENSOR, 0, 4, MEAN), entry_of(TENSOR, 1, 5, MEAN)]
+    for (_, table), entry in zip(
+        rounds.said, (entry_of(TENSOR, 0, 4, MEAN), entry_of(TENSOR, 1, 5, MEAN)), strict=True
+    ):
+        assert torch.equal(table, table_of(entry, 1, 2))
     assert rounds.channel.woken == 2
     assert not round_.is_negotiated
 

@@ -19,7 +19,7 @@ from ...core.request import Request
 from ...encode.sparse import as_table
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..base import Session
-from ..negotiation import Entry
+from ..negotiation import Entries
 from ..servers import ServerBackend
 from .adder import Adder
 from .rounds import HostRounds
@@ -101,10 +101,10 @@ class Leader(HostRounds):
         for link in self._links:
             link.shut_down()
 
-    def _on_negotiated(self, round_: HostRound, entries: Sequence[Entry]) -> None:
-        round_.numbers = {link.rank: entries[link.rank].number for link in self._links}
+    def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
+        round_.numbers = {link.rank: entries.numbers[link.rank] for link in self._links}
         try:
-            others = [self._contribution_of(link, round_, entries[link.rank]) for link in self._links]
+            others = [self._contribution_of(link, round_) for link in self._links]
             contributions = [round_.contribution, *others]
             if self._is_single_host:
                 with self._session.spans("aggregate", round_.name):
@@ -126,12 +126,12 @@ class Leader(HostRounds):
             options = structs.replace(options, purpose="value")
         return self._servers.begin(Request(tensor, round_.name + SUFFIX, options), "rows")
 
-    def _contribution_of(self, link: Link, round_: HostRound, entry: Entry) -> Payload:
-        key = link.rank, round_.name
+    def _contribution_of(self, link: Link, round_: HostRound) -> Payload:
+        key, number = (link.rank, round_.name), round_.numbers[link.rank]
 
         def has_arrived() -> bool:
             given = self._given.get(key)
-            return self.is_over or (given is not None and given.number == entry.number)
+            return self.is_over or (given is not None and given.number == number)
 
         with self._news:
             is_in_time = self._news.wait_for(has_arrived, GIVE_SECONDS)

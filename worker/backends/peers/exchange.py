@@ -24,7 +24,7 @@ from ...core.transfer import Transform
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
-from ..negotiation import Entry
+from ..negotiation import Entries
 from ..servers import ServerBackend
 from .transfer import PeerRound, PeerTransfer
 
@@ -70,9 +70,9 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     def _shut_down(self) -> None:
         self._group.abort()
 
-    def _on_negotiated(self, round_: PeerRound, entries: Sequence[Entry]) -> None:
-        round_.entries = entries
-        self._negotiated[entries[0].number] = round_
+    def _on_negotiated(self, round_: PeerRound, entries: Entries) -> None:
+        round_.rows = entries.rows
+        self._negotiated[entries.numbers[0]] = round_
 
     # ── the exchange's thread ───────────────────────────────────────────────────────────────────
 
@@ -151,7 +151,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         with self._session.spans("exchange", round_.name, round_.negotiation.progress.step) as span:
             result: Tensor | ZenPSError
             try:
-                result = transfer.reduce(group, round_.entries)
+                result = transfer.reduce(group, round_.rows)
             except (MismatchError, UsageError) as error:  # on all ranks, at the same point
                 result = error
             transfer.sent_bytes = group.sent_bytes - sent
@@ -160,6 +160,6 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
                 span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
         metrics.push_bytes.total += transfer.sent_bytes
         metrics.pull_bytes.total += transfer.received_bytes
-        progress.pushed_rows = sum(entry.rows for entry in round_.entries)
+        progress.pushed_rows = sum(round_.rows)
         progress.pulled_rows = transfer.pulled_rows
         self._end(round_, result)
