@@ -81,6 +81,14 @@ class ServerBackend(Backend):
         is_sparsified = sparsification is not None and sparsification.covers(request)
         return request.name if is_sparsified or self._planner.quantizes(request) else None
 
+    def give_up(self, request: Request) -> None:
+        """Gives up the next round of a tensor, on which all ranks have agreed, before it begins here.
+
+        Args:
+            request: as for :meth:`begin`; the tensor's values are not read.
+        """
+        self._give_up(request, self._steps.begin(request.name, self._count_names(request)))
+
     def _give_up(self, request: Request, progress: Progress) -> None:
         """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
         progress.fail()

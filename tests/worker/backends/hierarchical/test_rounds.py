@@ -34,6 +34,7 @@ from zenps.wire.frames import CorruptedError
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.worker.backends.base import Session
+from zenps.worker.backends.hierarchical import leader
 from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
 from zenps.worker.backends.hierarchical.rounds import HostRounds
@@ -104,6 +105,7 @@ class Servers(ServerBackend):
     def __init__(self, rank: int, negotiation: Negotiation, waiting: Waiting) -> None:
         self.refusal: ZenPSError = UsageError("a sparsifier is wrong")
         self.pushed: list[Request] = []
+        self.given_up: list[Request] = []
         self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
     def negotiate(self, table: Tensor, name: str) -> Pending:
@@ -114,6 +116,9 @@ class Servers(ServerBackend):
     def begin(self, request: Request, counted: Counted = "round") -> Pending:
         self.pushed.append(request)
         raise self.refusal
+
+    def give_up(self, request: Request) -> None:
+        self.given_up.append(request)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         assert until == math.inf
@@ -264,6 +269,45 @@ def test_a_follower_raises_what_its_leader_raises(
     assert leads is error
     assert type(follows) is expected
     assert str(follows) == str(error)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [VALUES.half(), torch.eye(5, 3).half().to_sparse(1)],
+    ids=["dense", "sparse"],
+)
+@pytest.mark.parametrize(
+    "failure", [MemoryError(), RuntimeError("out of memory"), ProtocolError("payload", "too short")]
+)
+def test_a_sum_that_cannot_be_made_fails_its_round_alone_and_on_all_hosts(
+    beside: Host, values: Tensor, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaders of other hosts would wait for this push, and count one step more from then on."""
+    servers = beside.leader._servers
+    assert isinstance(servers, Servers)
+    with monkeypatch.context() as patch:
+        patch.setattr(leader, "sum_of", Mock(side_effect=failure))
+        for outcome in beside.push(values):
+            assert type(outcome) is (ProtocolError if isinstance(failure, ProtocolError) else TensorError)
+            assert str(failure) in str(outcome)
+    assert servers.pushed == []
+    assert beside.push(values)[0] is servers.refusal
+    ((given_up, name, options),), ((pushed, *others),) = servers.given_up, servers.pushed
+    assert others == [name, options]
+    assert (given_up.shape, given_up.dtype, given_up.layout) == (pushed.shape, pushed.dtype, pushed.layout)
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_host_without_memory_for_one_sum_goes_on(
+    alone: Host, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(alone.leader._adder, "add", Mock(side_effect=failure))
+        for outcome in alone.push():
+            assert isinstance(outcome, TensorError)
+            assert str(outcome) == f"tensor 't': {str(failure) or 'MemoryError()'}"
+    for total in alone.push():
+        assert isinstance(total, Tensor)
 
 
 @pytest.mark.parametrize(("dtype", "purpose"), [(torch.float32, "gradient"), (torch.float16, "value")])
