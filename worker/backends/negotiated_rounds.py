@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 from torch import Tensor
 
-from zenps.errors import MismatchError, ZenPSError
+from zenps.errors import ZenPSError
 
 from ..core.pending import LeftError, Notifier, Pending, Waiting, in_flight
 from ..core.request import Request
 from ..transport.channel import CLOSE_SECONDS
 from ..transport.peer_group import MAX_SECONDS
 from .base import Session
-from .negotiation import Entries, entry_of, table_of
+from .negotiation import Entries, description, entries_of, table_of
 from .servers import ServerBackend
 
 
@@ -157,8 +157,8 @@ class NegotiatedRounds(ABC, Generic[R]):
             return round_.pending
         try:
             self._publish(round_)
-            entry = entry_of(tensor, round_.number, rows, options)
-            round_.negotiation = self._servers.negotiate(table_of(entry, self._rank, self._size), name)
+            table = table_of(round_.number, rows, self._rank, self._size)
+            round_.negotiation = self._servers.negotiate(table, name, description(tensor, options))
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
@@ -186,12 +186,8 @@ class NegotiatedRounds(ABC, Generic[R]):
         round_.is_processed = True
         assert round_.negotiation is not None
         try:
-            entries = Entries(round_.negotiation.wait())
+            entries = entries_of(round_.negotiation.wait())
         except ZenPSError as error:
             self._end(round_, error)
-            return
-        if reason := entries.disagreement():
-            where = f"tensor {round_.name!r}, step {round_.negotiation.progress.step}"
-            self._end(round_, MismatchError(f"{where}: {reason}"))
         else:
             self._on_negotiated(round_, entries)

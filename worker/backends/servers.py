@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
@@ -131,9 +132,13 @@ class ServerBackend(Backend):
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
-        """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
-        return self.begin(Request(table, name, CONTROL), "nothing")
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
+        """Sums a small dense tensor of control data over all ranks. Statistics do not count it.
+
+        Args:
+            given: describes what it is about; must be the same on all ranks.
+        """
+        return self.begin(Request(table, name, structs.replace(CONTROL, given=given)), "nothing")
 
     def look(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""

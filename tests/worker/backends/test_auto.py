@@ -102,7 +102,7 @@ class Servers(ServerBackend):
     def residual_name(self, request: Request) -> str | None:
         return f"residual of {request.name}"
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
         self.told.append((name, int(table)))
         return Pending(name, CONTROL, SuppliedTransfer(table), Progress(0, ended=True), self._waiting)
 

@@ -108,7 +108,7 @@ class Servers(ServerBackend):
         self.given_up: list[Request] = []
         self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
         pending = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), self._waiting, counted="nothing")
         self._negotiation.join(self._rank, table, pending)
         return pending
@@ -372,8 +372,8 @@ def test_a_sum_that_comes_before_the_negotiation_has_ended_is_withheld(
     servers, begun, waits = alone.follower._servers, [], threading.Event()
     negotiate, wait = servers.negotiate, servers.wait
 
-    def negotiate_late(table: Tensor, name: str) -> Pending:
-        begun.append(negotiate(table, name))
+    def negotiate_late(table: Tensor, name: str, given: str) -> Pending:
+        begun.append(negotiate(table, name, given))
         late = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), servers._waiting, counted="nothing")
         begun.append(late)
         return late

@@ -53,8 +53,11 @@ class Hub:
         with self._changed:
             for name, pushed in self._negotiations.items():
                 if len(pushed) == 2:
+                    agree = pushed[0][1].options.given == pushed[1][1].options.given
                     for rank, (_, pending) in pushed.items():
-                        if (rank, name) not in self.withheld:
+                        if not agree:
+                            pending.fail(MismatchError("ranks disagree"))
+                        elif (rank, name) not in self.withheld:
                             pending.complete(pushed[0][0] + pushed[1][0])
         self.wake()
 
@@ -81,9 +84,9 @@ class Servers(ServerBackend):
         self._hub, self._rank, self._waiting = hub, rank, waiting
         self.negotiations: dict[str, Pending] = {}
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
-        transfer = SuppliedTransfer()
-        pending = Pending(name, CONTROL, transfer, Progress(0), self._waiting, counted="nothing")
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
+        options, transfer = structs.replace(CONTROL, given=given), SuppliedTransfer()
+        pending = Pending(name, options, transfer, Progress(0), self._waiting, counted="nothing")
         self.negotiations[name] = pending
         self._hub.negotiate(self._rank, table, pending)
         return pending
