@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from msgspec import Struct
@@ -74,6 +76,10 @@ class NegotiatedRounds(ABC, Generic[R]):
         may acquire it, so no thread may call the channel while it holds it."""
         self._in_flight: dict[str, R] = {}
         self._next_number = 0
+        self._awaited = 0
+        """Negotiations and pushes whose end is still to be processed."""
+        self._ended: deque[R] = deque()
+        """The rounds of those that have ended. Every message asks for them, so they are not searched for."""
         self._failure: ZenPSError | None = None
 
     def start(self) -> None:
@@ -158,22 +164,38 @@ class NegotiatedRounds(ABC, Generic[R]):
         try:
             self._publish(round_)
             table = table_of(round_.number, rows, self._rank, self._size)
-            round_.negotiation = self._servers.negotiate(table, name, description(tensor, options))
+            negotiation = self._servers.negotiate(table, name, description(tensor, options))
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
             raise
-        with self._news:
-            self._news.notify_all()
+        round_.negotiation = negotiation
+        self._await(round_, negotiation)
         self._session.channel.wake()
         return round_.pending
+
+    def _await(self, round_: R, pending: Pending) -> None:
+        """Has a round processed once ``pending``, its negotiation or its push, has ended."""
+        with self._news:
+            self._awaited += 1
+            self._news.notify_all()
+        pending.call_at_end(partial(self._ended.append, round_))
+
+    def _take_ended(self) -> list[R]:
+        """Returns the rounds that are to be processed, in the order in which they have begun."""
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        with self._news:
+            self._awaited -= len(ended)
+        return sorted(ended, key=lambda round_: round_.number)
 
     def _publish(self, round_: R) -> None:
         """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
 
     def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
         with self._news:
-            self._in_flight.pop(round_.name, None)
+            if self._in_flight.get(round_.name) is not round_:
+                return  # it has ended already
+            del self._in_flight[round_.name]
         if isinstance(result, ZenPSError):
             self._session.metrics.rounds.fail()
             round_.pending.fail(result)

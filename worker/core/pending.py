@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -118,6 +119,7 @@ class Pending:
         self._waiting = waiting
         self._transforms = transforms
         self.counted = counted
+        self._at_end: list[Callable[[], None]] = []
         self._conversions: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._rounds = 0
         """The number of rounds in flight."""
@@ -183,6 +185,17 @@ class Pending:
         """Makes :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
         self._conversions = (*self._conversions, convert)
 
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Has ``call()`` called once the round has ended: by the thread that ends it, or at once."""
+        self._at_end.append(call)
+        if self.progress.ended:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may have popped the last one
+            while self._at_end:
+                self._at_end.pop()()
+
     # ── for the thread that polls or reduces ────────────────────────────────────────────────────
 
     @property
@@ -224,7 +237,9 @@ class Pending:
         else:
             self._answers.append(answer)
         self._rounds += len(following) - last
-        progress.ended = not self._rounds
+        if not self._rounds:
+            progress.ended = True
+            self._tell_end()
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
@@ -250,12 +265,14 @@ class Pending:
             assert isinstance(transfer, SuppliedTransfer)
             transfer.result = result
             self.progress.ended = True
+            self._tell_end()
 
     def fail(self, error: ZenPSError) -> None:
         """Ends the round with ``error``, unless it has ended already."""
         if not self.progress.ended:
             self._answers.append(error)
             self.progress.fail()
+            self._tell_end()
 
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
@@ -300,6 +317,7 @@ class Pending:
             if not self._answers:
                 if self._renewals == renewals and not progress.ended:
                     progress.fail()
+                    self._tell_end()
                     reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
                     return DeadlineError(f"tensor {self.name!r}: {reason}")
                 until = time.monotonic() + timeout_seconds

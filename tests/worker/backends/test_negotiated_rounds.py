@@ -128,6 +128,31 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
     rounds.begin("a")
 
 
+def test_rounds_are_processed_in_the_order_in_which_they_began() -> None:
+    """Rank 0 exchanges them in this order."""
+    rounds = Rounds()
+    begun = {name: rounds.begin(name) for name in "abc"}
+    for name in "cab":
+        rounds.servers.negotiations[name].complete(table_of(0, 4, 1, 2))
+    assert rounds._take_ended() == [*begun.values()]
+    assert rounds._take_ended() == []
+    assert rounds._awaited == 0
+
+
+def test_the_end_of_a_round_that_has_ended_does_not_end_the_next_one_of_its_name() -> None:
+    """A follower may have the sum from its leader when its own negotiation fails."""
+    rounds = Rounds()
+    first = rounds.begin("a")
+    negotiation = rounds.servers.negotiations.pop("a")
+    rounds._end(first, torch.ones(1))
+    rounds.begin("a")
+    negotiation.fail(DeadlineError("late"))
+    rounds._process_negotiation(first)
+    with pytest.raises(UsageError, match="'a'"):
+        rounds.begin("a")
+    assert rounds.failed == 0
+
+
 def test_a_name_is_in_flight_once() -> None:
     rounds = Rounds()
     rounds.begin("a")

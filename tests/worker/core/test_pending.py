@@ -569,6 +569,32 @@ def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:
     assert pending.wait() is first
 
 
+@pytest.mark.parametrize("end", ["result", "error", "deadline", "answer", "before"])
+def test_whoever_asks_is_told_once_that_a_round_has_ended(end: str, notifier: Notifier) -> None:
+    told: list[str] = []
+    transfer = Count() if end == "answer" else SuppliedTransfer()
+    pending = make_pending(transfer, notifier, 0.05)
+    if end == "before":
+        pending.complete(torch.ones(1))
+    pending.call_at_end(lambda: told.append("ended" if pending.has_ended else "in flight"))
+    match end:
+        case "result":
+            pending.complete(torch.ones(1))
+        case "error":
+            pending.fail(TensorError("planted"))
+        case "deadline":
+            with pytest.raises(DeadlineError):
+                pending.wait()
+        case "answer":
+            begun(pending)
+            for chunk in range(CHUNKS):
+                assert not told
+                pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+    assert told == ["ended"]
+    pending.fail(TensorError("planted"))
+    assert told == ["ended"]
+
+
 def test_what_nobody_brings_ends_at_the_deadline(notifier: Notifier) -> None:
     pending = make_pending(SuppliedTransfer(), notifier, 0.05)
     begin = time.monotonic()

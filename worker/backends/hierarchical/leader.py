@@ -115,6 +115,7 @@ class Leader(HostRounds):
                 self._end(round_, self._map_sum(round_, self._distribute(round_, chunks)))
             else:
                 round_.pushed = self._push(round_)
+                self._await(round_, round_.pushed)
         except FAILURES as error:
             self._refuse(round_, error)
 

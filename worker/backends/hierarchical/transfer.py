@@ -186,8 +186,3 @@ class HostRound(NegotiatedRound, kw_only=True):
         """Frees its memory; a slice without elements would keep it until the round ends."""
         rows, values = self.contribution
         self.contribution = Payload(rows.new_empty(0), values.new_empty(0))
-
-    @property
-    def has_answer(self) -> bool:
-        """True once the leader's round over servers has ended."""
-        return self.pushed is not None and self.pushed.has_ended

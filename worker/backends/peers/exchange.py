@@ -97,19 +97,10 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
 
     def _has_unprocessed(self) -> bool:
         """Returns whether a negotiation is to be processed, or this exchange is over."""
-        return self.is_over or bool(self._unprocessed())
-
-    def _unprocessed(self) -> list[PeerRound]:
-        """Returns the rounds whose negotiation has ended and was not processed."""
-        with self._news:
-            return [
-                round_
-                for round_ in self._in_flight.values()
-                if round_.is_negotiated and not round_.is_processed
-            ]
+        return self.is_over or bool(self._ended)
 
     def _process_negotiations(self) -> None:
-        for round_ in self._unprocessed():
+        for round_ in self._take_ended():
             self._process_negotiation(round_)
 
     def _agree(self) -> list[int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import socket as net
+import sys
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import FrameType
 from unittest.mock import Mock
 
 import numpy
@@ -336,6 +338,29 @@ def test_a_leader_that_leaves_tells_its_follower_nothing(
     assert isinstance(outcome_of(leads), LeftError)
     told.assert_not_called()
     assert not follows.has_ended
+
+
+def test_whether_there_is_work_is_known_without_a_search(alone: Host) -> None:
+    """Each message asks, and a thousand tensors may be in flight."""
+
+    def calls() -> int:
+        count = 0
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            assert not alone.leader._has_work()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    without = calls()
+    for number in range(50):
+        alone.leader.begin(Request(VALUES[:3], f"t{number}", NO_OPTIONS), ())
+    assert calls() == without
 
 
 def test_a_follower_keeps_only_the_copy_in_shared_memory(alone: Host) -> None:
