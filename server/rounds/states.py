@@ -272,6 +272,8 @@ def _signature(push: Push) -> tuple[object, ...]:
 def _describe(push: Push) -> str:
     form = "" if push.values == "same" else f" as {push.values}"
     what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
+    if what.endswith((", averaged", ", summed")):  # a negotiation, which is summed itself
+        return what
     return f"{what}, {'averaged' if push.average else 'summed'}"
 
 

@@ -341,13 +341,17 @@ def disagree() -> list[object]:
     other = torch.ones(mine) if zps.rank() == 1 else table(0)
     outcomes: list[object] = [attempt(zps.push_pull, torch.ones(mine), "shape")]
     outcomes += [attempt(zps.push_pull, other, "kind")]
+    # 64 KB go to the servers without a negotiation.
+    outcomes += [attempt(zps.push_pull, torch.ones(16_000 if zps.rank() == 1 else 32_000), "size")]
     return [*outcomes, zps.push_pull(torch.ones(shapes[0]), "shape", average=False)]
 
 
 def test_ranks_that_disagree_are_named_on_all() -> None:
     with Cluster(WORKERS, 1, {"sync.levels": 2}) as cluster:
-        for shape, kind, well in cluster.run(disagree):
-            assert shape.kind == kind.kind == "MismatchError"
+        for shape, kind, size, well in cluster.run(disagree):
+            assert shape.kind == kind.kind == size.kind == "MismatchError"
+            assert "rank(s) 0, 2 pushed dense float32 (32000,), averaged" in size.text
+            assert "rank(s) 1 pushed dense float32 (16000,), averaged" in size.text
             assert "tensor 'shape', step 0: ranks disagree: rank(s) 0, 2 pushed" in shape.text
             assert "rank(s) 1 pushed dense float32 (50000, 9), averaged" in shape.text
             assert "rank(s) 0, 2 pushed sparse float32 (50000, 8)" in kind.text

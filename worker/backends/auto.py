@@ -96,6 +96,9 @@ class AutoBackend(Backend):
                 raise in_flight(name)
             # Each round is noted once, even if the next push is refused.
             chosen.progress = None
+        if latest.has_failed:
+            chosen.choice.reset()
+            return chosen
         change = chosen.choice.note(table, latest.pushed_rows, latest.pulled_rows)
         if change is not None and self._session.rank == 0:
             logger.info(

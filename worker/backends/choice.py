@@ -59,19 +59,26 @@ class Choice:
     def __init__(self, links: Links, candidates: Sequence[Scheme]) -> None:
         self._links = links
         self._candidates = candidates
+        self.reset()
+
+    def reset(self) -> None:
+        """Begins anew, because a round has failed here: other ranks may have noted it.
+
+        If they differ in their scheme from now on, their next round fails on all, and all begin anew.
+        """
         self._table: Table | None = None
         self._rounds = 0
         """Consecutive rounds in which another scheme would have been faster."""
-        self.scheme = candidates[0]
+        self.scheme = self._candidates[0]
         self.pushed = self.union = 0.0
 
     def note(self, table: Table, pushed: int, union: int) -> Change | None:
-        """Notes a round that has ended.
+        """Notes a round that has ended with a result.
 
         Args:
             table: the shape of the tensor.
             pushed: rows that all ranks together have pushed.
-            union: distinct rows among these. 0 is ignored: no rank had any rows, or the round has failed.
+            union: distinct rows among these. 0 is ignored: no rank had any rows.
         """
         if not union:
             return None

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 from msgspec import Struct
 from torch import Tensor
 
-from zenps.errors import MismatchError, ZenPSError
+from zenps.errors import ZenPSError
 
 from ..core.pending import LeftError, Notifier, Pending, Waiting, in_flight
 from ..core.request import Request
 from ..transport.channel import CLOSE_SECONDS
 from ..transport.peer_group import MAX_SECONDS
 from .base import Session
-from .negotiation import Entry, disagreement, entry_of, parse_entries, table_of
+from .negotiation import Entries, description, entries_of, table_of
 from .servers import ServerBackend
 
 
@@ -74,6 +76,10 @@ class NegotiatedRounds(ABC, Generic[R]):
         may acquire it, so no thread may call the channel while it holds it."""
         self._in_flight: dict[str, R] = {}
         self._next_number = 0
+        self._awaited = 0
+        """Negotiations and pushes whose end is still to be processed."""
+        self._ended: deque[R] = deque()
+        """The rounds of those that have ended. Every message asks for them, so they are not searched for."""
         self._failure: ZenPSError | None = None
 
     def start(self) -> None:
@@ -131,8 +137,8 @@ class NegotiatedRounds(ABC, Generic[R]):
         """Ends every wait for another rank."""
 
     @abstractmethod
-    def _on_negotiated(self, round_: R, entries: Sequence[Entry]) -> None:
-        """Called when all ranks agree on the tensor; ``entries`` are theirs, by rank."""
+    def _on_negotiated(self, round_: R, entries: Entries) -> None:
+        """Called when all ranks agree on the tensor; ``entries`` are theirs."""
 
     def _begin(self, request: Request, rows: int, round_: R) -> Pending:
         """Begins a round with a negotiation.
@@ -157,23 +163,39 @@ class NegotiatedRounds(ABC, Generic[R]):
             return round_.pending
         try:
             self._publish(round_)
-            entry = entry_of(tensor, round_.number, rows, options)
-            round_.negotiation = self._servers.negotiate(table_of(entry, self._rank, self._size), name)
+            table = table_of(round_.number, rows, self._rank, self._size)
+            negotiation = self._servers.negotiate(table, name, description(tensor, options))
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
             raise
-        with self._news:
-            self._news.notify_all()
+        round_.negotiation = negotiation
+        self._await(round_, negotiation)
         self._session.channel.wake()
         return round_.pending
+
+    def _await(self, round_: R, pending: Pending) -> None:
+        """Has a round processed once ``pending``, its negotiation or its push, has ended."""
+        with self._news:
+            self._awaited += 1
+            self._news.notify_all()
+        pending.call_at_end(partial(self._ended.append, round_))
+
+    def _take_ended(self) -> list[R]:
+        """Returns the rounds that are to be processed, in the order in which they have begun."""
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
+        with self._news:
+            self._awaited -= len(ended)
+        return sorted(ended, key=lambda round_: round_.number)
 
     def _publish(self, round_: R) -> None:
         """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
 
     def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
         with self._news:
-            self._in_flight.pop(round_.name, None)
+            if self._in_flight.get(round_.name) is not round_:
+                return  # it has ended already
+            del self._in_flight[round_.name]
         if isinstance(result, ZenPSError):
             self._session.metrics.rounds.fail()
             round_.pending.fail(result)
@@ -186,12 +208,8 @@ class NegotiatedRounds(ABC, Generic[R]):
         round_.is_processed = True
         assert round_.negotiation is not None
         try:
-            entries = parse_entries(round_.negotiation.wait())
+            entries = entries_of(round_.negotiation.wait())
         except ZenPSError as error:
             self._end(round_, error)
-            return
-        if reason := disagreement(entries):
-            where = f"tensor {round_.name!r}, step {round_.negotiation.progress.step}"
-            self._end(round_, MismatchError(f"{where}: {reason}"))
         else:
             self._on_negotiated(round_, entries)

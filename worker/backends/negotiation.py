@@ -1,46 +1,49 @@
 """Negotiation messages: what each rank says about a tensor before ranks exchange it. Pure.
 
 Ranks negotiate over a server: each pushes a small table that is zero except for its own row, and pulls the
-sum, which has the rows of all ranks. This is an ordinary round. So a rank that is late, is lost or pushes
-another tensor is found before any rank waits for another.
+sum, which has the rows of all ranks. This is an ordinary round, with a description of the tensor. So a rank
+that is late, is lost or pushes another tensor is found before any rank waits for another.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
-
-from zenps.errors import listing
 
 from ..core.request import Options, describe
 
-ENTRY_BYTES = 128
-_HEAD = struct.Struct("<qq")
 
-
-class Entry(NamedTuple):
-    """One rank's statement about its tensor.
+class Entries(NamedTuple):
+    """What all ranks say about a tensor, by rank.
 
     Attributes:
-        number: the rank's number of this round. Ranks number rounds differently; all use that of rank 0.
+        numbers: each rank's number of this round. Ranks number rounds differently; all use that of rank 0.
         rows: of a sparse tensor, once duplicates are summed.
-        what: description of the tensor, which must be the same on all ranks.
     """
 
-    number: int
-    rows: int
-    what: str
+    numbers: list[int]
+    rows: list[int]
 
 
-def entry_of(tensor: Tensor, number: int, rows: int, options: Options) -> Entry:
-    """Returns this rank's entry."""
+def description(tensor: Tensor, options: Options) -> str:
+    """Describes a tensor, for servers to compare; must be the same on all ranks."""
     how = "averaged" if options.average else "summed"
-    return Entry(number, rows, f"{options.given or describe(tensor)}, {how}")
+    return f"{options.given or describe(tensor)}, {how}"
+
+
+def table_of(number: int, rows: int, rank: int, size: int) -> Tensor:
+    """Returns what this rank pushes: int64 ``[size, 2]``, zero except for its own row."""
+    table = torch.zeros((size, 2), dtype=torch.int64, device="cpu")
+    table[rank, 0], table[rank, 1] = number, rows
+    return table
+
+
+def entries_of(table: Tensor) -> Entries:
+    """Returns the entries of all ranks, from the sum of what they have pushed."""
+    numbers, rows = table.t().tolist()
+    return Entries(numbers, rows)
 
 
 def table_with(row: bytes, rank: int, size: int, row_bytes: int) -> Tensor:
@@ -48,33 +51,3 @@ def table_with(row: bytes, rank: int, size: int, row_bytes: int) -> Tensor:
     table = torch.zeros((size, row_bytes), dtype=torch.uint8, device="cpu")
     table[rank] = torch.frombuffer(bytearray(row.ljust(row_bytes, b"\0")), dtype=torch.uint8)
     return table
-
-
-def table_of(entry: Entry, rank: int, size: int) -> Tensor:
-    """Returns what this rank pushes: uint8 ``[size, ENTRY_BYTES]``, zero except for its own row."""
-    what = entry.what.encode()
-    most = ENTRY_BYTES - _HEAD.size
-    if len(what) > most:  # a shape of dozens of dimensions: its end is compared by a hash
-        what = what[: most - 17] + b"~" + xxhash.xxh3_64_hexdigest(what).encode()
-    return table_with(_HEAD.pack(entry.number, entry.rows) + what, rank, size, ENTRY_BYTES)
-
-
-def parse_entries(table: Tensor) -> list[Entry]:
-    """Returns the entries of all ranks, by rank."""
-    entries = []
-    for row in table:
-        data = row.numpy().tobytes()
-        number, rows = _HEAD.unpack_from(data)
-        entries.append(Entry(number, rows, data[_HEAD.size :].rstrip(b"\0").decode(errors="replace")))
-    return entries
-
-
-def disagreement(entries: Sequence[Entry]) -> str:
-    """Describes how the ranks' tensors differ; empty if all ranks push the same kind of tensor."""
-    alike: dict[str, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        alike.setdefault(entry.what, []).append(rank)
-    if len(alike) == 1:
-        return ""
-    groups = [f"rank(s) {listing(ranks)} pushed {what}" for what, ranks in alike.items()]
-    return "ranks disagree: " + listing(groups, "; ", most=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec import structs
 from torch import Tensor
 
 from zenps.schemes.base import Scheme
@@ -81,9 +82,17 @@ class ServerBackend(Backend):
         is_sparsified = sparsification is not None and sparsification.covers(request)
         return request.name if is_sparsified or self._planner.quantizes(request) else None
 
+    def give_up(self, request: Request) -> None:
+        """Gives up the next round of a tensor, on which all ranks have agreed, before it begins here.
+
+        Args:
+            request: as for :meth:`begin`; the tensor's values are not read.
+        """
+        self._give_up(request, self._steps.begin(request.name, self._count_names(request)))
+
     def _give_up(self, request: Request, progress: Progress) -> None:
         """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
-        progress.ended = True
+        progress.fail()
         for name, step in self._planner.first_rounds(request, progress.step):
             self._session.channel.post(GiveUpAhead(name, step))
 
@@ -123,9 +132,13 @@ class ServerBackend(Backend):
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
-        """Sums a small dense tensor of control data over all ranks. Statistics do not count it."""
-        return self.begin(Request(table, name, CONTROL), "nothing")
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
+        """Sums a small dense tensor of control data over all ranks. Statistics do not count it.
+
+        Args:
+            given: describes what it is about; must be the same on all ranks.
+        """
+        return self.begin(Request(table, name, structs.replace(CONTROL, given=given)), "nothing")
 
     def look(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""

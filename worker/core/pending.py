@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -118,12 +119,13 @@ class Pending:
         self._waiting = waiting
         self._transforms = transforms
         self.counted = counted
+        self._at_end: list[Callable[[], None]] = []
         self._conversions: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._rounds = 0
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
-        self._absorbed = 0
-        """Answers that the poller has absorbed."""
+        self._renewals = 0
+        """How often the wait began anew: the poller absorbed an answer, or a server's time began anew."""
         self._unabsorbed = 0
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._waited_seconds = self._worked_seconds = 0.0
@@ -183,6 +185,17 @@ class Pending:
         """Makes :meth:`wait` return ``convert(result)``. Called before anyone can wait."""
         self._conversions = (*self._conversions, convert)
 
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Has ``call()`` called once the round has ended: by the thread that ends it, or at once."""
+        self._at_end.append(call)
+        if self.progress.ended:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        with contextlib.suppress(IndexError):  # another thread may have popped the last one
+            while self._at_end:
+                self._at_end.pop()()
+
     # ── for the thread that polls or reduces ────────────────────────────────────────────────────
 
     @property
@@ -219,24 +232,31 @@ class Pending:
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
             following = transfer.on_answer(answer)
-            self._absorbed += 1
+            self._renewals += 1
             self._worked_seconds += time.perf_counter() - begin
         else:
             self._answers.append(answer)
         self._rounds += len(following) - last
-        progress.ended = not self._rounds
+        if not self._rounds:
+            progress.ended = True
+            self._tell_end()
         return following
 
     def restart(self, encoded: EncodedTensor) -> None:
         """Restarts a round in flight as ``encoded``, because the ring has changed."""
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
+            self.wait_anew()
             return
         self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
         # Only the waiting thread may use the transfer, and it may be absorbing an old answer now: it restarts
         # the transfer before it takes the next answer. The queue is replaced, not emptied: a thread that was
         # woken for an answer and finds none would raise a DeadlineError.
         self._answers = deque([encoded])
+
+    def wait_anew(self) -> None:
+        """A server's time begins anew, and with it the wait for its answer."""
+        self._renewals += 1
 
     def complete(self, result: Tensor) -> None:
         """Supplies the result. Only for a :class:`SuppliedTransfer`."""
@@ -245,14 +265,14 @@ class Pending:
             assert isinstance(transfer, SuppliedTransfer)
             transfer.result = result
             self.progress.ended = True
+            self._tell_end()
 
     def fail(self, error: ZenPSError) -> None:
         """Ends the round with ``error``, unless it has ended already."""
         if not self.progress.ended:
-            # Ranks may have got different answers, but must shard the next round alike.
-            self.progress.pushed_rows = self.progress.pulled_rows = 0
             self._answers.append(error)
-            self.progress.ended = True
+            self.progress.fail()
+            self._tell_end()
 
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
@@ -291,12 +311,13 @@ class Pending:
         begin = time.perf_counter()
         # Asked in this order: the last answer is there before the end is.
         while not progress.ended or self._answers:
-            absorbed = self._absorbed
+            renewals = self._renewals
             with spans("wait", self.name, progress.step):
                 waiter.wait(self._has_news, until)
             if not self._answers:
-                if self._absorbed == absorbed and not progress.ended:
-                    progress.ended = True
+                if self._renewals == renewals and not progress.ended:
+                    progress.fail()
+                    self._tell_end()
                     reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
                     return DeadlineError(f"tensor {self.name!r}: {reason}")
                 until = time.monotonic() + timeout_seconds

@@ -284,10 +284,10 @@ def device_error(what: str, error: Exception) -> ZenPSError:
 
     Args:
         what: the tensor for which the work was done.
-        error: of torch; an error of ZenPS is returned as it is.
+        error: of Python or torch; an error of ZenPS is returned as it is.
     """
     if isinstance(error, ZenPSError):
         return error
-    failed = TensorError(f"{what}: {error}")
+    failed = TensorError(f"{what}: {str(error) or repr(error)}")
     failed.__cause__ = error
     return failed

@@ -57,6 +57,8 @@ class Progress(Struct):
     compacted_seconds: float = 0.0
     """From ``began`` until the tensor was ready to be pushed."""
     ended: bool = False
+    has_failed: bool = False
+    """True if it has ended with an error here; other ranks may have the result."""
     names: int = 1
     """How many names the tensor takes, of those that a job may use: one for each stream."""
     expected_rows: int = 0
@@ -67,6 +69,11 @@ class Progress(Struct):
     pulled_bytes: int = 0
     previous: Progress | None = None
     """Of the previous round; kept as long as this round can be taken back."""
+
+    def fail(self) -> None:
+        """Ends the round. Ranks may have got different answers, but must shard the next round alike."""
+        self.pushed_rows = self.pulled_rows = 0
+        self.has_failed = self.ended = True
 
 
 class RowCounts(Struct, frozen=True):

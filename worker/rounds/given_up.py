@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from zenps.wire.messages import GiveUp
+from zenps.wire.messages import GiveUp, Result, Wanted
 
 from .states import Round, SendGiveUp
 
@@ -33,6 +33,22 @@ class GivenUpRounds:
 
     def __init__(self) -> None:
         self._rounds: list[_GivenUp] = []
+        self._ahead: dict[str, int] = {}
+        """By tensor, the last step that was given up before it began here, until a later one is answered."""
+
+    def add_ahead(self, message: GiveUp, servers: Iterable[int]) -> list[SendGiveUp]:
+        """Tells all ``servers`` that a round is given up before it has begun here."""
+        self._ahead[message.tensor] = message.step
+        return self.add(message, servers)
+
+    def lacks(self, wanted: Wanted) -> bool:
+        """True if this rank never begins the round that another rank pushes again."""
+        return self._ahead.get(wanted.tensor) == wanted.step
+
+    def on_result(self, result: Result) -> None:
+        """Every rank has ended the tensor's earlier rounds: else the server would lack its push."""
+        if self._ahead.get(result.tensor, result.step) < result.step:
+            del self._ahead[result.tensor]
 
     def add(self, message: GiveUp, servers: Iterable[int]) -> list[SendGiveUp]:
         """Tells ``servers``, which have not answered all pushes of a round, that it is given up."""
@@ -56,8 +72,8 @@ class GivenUpRounds:
 
     def on_ring(self, ring_epoch: int, kept: Iterable[Round], servers: Iterable[int]) -> list[SendGiveUp]:
         """Tells the servers of a new ring which rounds have failed here: another rank may push them yet."""
-        self.clear()
-        failed: dict[str, int] = {}
+        self._rounds.clear()  # the servers have forgotten all rounds
+        failed = dict(self._ahead)
         for round_ in kept:
             if round_.has_failed:
                 failed[round_.tensor] = max(round_.step, failed.get(round_.tensor, -1))
@@ -65,8 +81,9 @@ class GivenUpRounds:
         return [told for message in messages for told in self.add(message, servers)]
 
     def clear(self) -> None:
-        """The ring has changed, and servers have forgotten all rounds."""
+        """All ranks count steps from 0 again."""
         self._rounds.clear()
+        self._ahead.clear()
 
 
 def _tell(given_up: _GivenUp) -> list[SendGiveUp]:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from msgspec import Struct
 
-from zenps.errors import ZenPSError
+from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.transitions import Transitions
 from zenps.wire.messages import GiveUp, Push, Result
 
@@ -101,12 +101,20 @@ class Round(Struct, eq=False):
         """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
         return [out for out in self.outgoing if (out.server, out.push.chunk) in chunks]
 
+    def lost_with_a_server(self, workers: Set[int]) -> PeerLostError:
+        """Returns the error if the ring has changed and only ``workers`` are members."""
+        gone = listing(sorted(self.workers - workers))
+        return PeerLostError(
+            f"tensor {self.tensor!r}, step {self.step}: rank(s) {gone} were lost, and servers have changed, "
+            "within this round: others may have its sum; restart this worker, or the job if none goes on"
+        )
+
 
 class SendPush(Struct, frozen=True):
-    """An action: send this push; ``was_refused`` if the server had refused it as busy."""
+    """An action: send this push; of the round that it ``resumes`` if the server had refused it as busy."""
 
     outgoing: Outgoing
-    was_refused: bool = False
+    resumes: Round | None = None
 
 
 class SendGiveUp(Struct, frozen=True):

@@ -124,7 +124,7 @@ class WorkerRounds:
         actions: list[Action] = []
         for key, round_ in list(self._in_flight.items()):
             if round_.state in AWAITED and round_.workers != workers:
-                actions += self._fail(round_, _lost_with_a_server(round_, workers))
+                actions += self._fail(round_, round_.lost_with_a_server(workers))
                 continue
             round_.again |= round_.state == "pushed"
             round_.state = ROUND[round_.state]["ring changed"]
@@ -154,13 +154,13 @@ class WorkerRounds:
         if round_.state == "recalled":
             return self._push_wanted(round_, set(round_.sent_again), now)
         round_.sent_again = {}
+        round_.deadline = self._deadline(now)
         return self._push(round_, now)
 
     def reset(self) -> list[Action]:
         """Forgets all rounds, because joining workers were admitted and all ranks count from 0 again."""
-        in_flight = [round_ for round_ in self._in_flight.values() if round_.state in AWAITED]
         actions = []
-        for round_ in in_flight:
+        for round_ in [each for each in self._in_flight.values() if each.state in AWAITED]:
             reason = f"tensor {round_.tensor!r}: in flight while joining workers were admitted"
             actions += self._fail(round_, UsageError(f"{reason}; wait for it before TrainingState.commit()"))
         for key in [*self._in_flight, *self._kept]:
@@ -175,7 +175,7 @@ class WorkerRounds:
         if self.failure is not None:
             round_.state = ROUND[round_.state]["failed"]  # it was never in flight
             return [Fail(round_, self.failure)]
-        round_.deadline = now + self._deadline_seconds + PATIENCE_SECONDS
+        round_.deadline = self._deadline(now)
         round_.workers = self._workers
         round_.previous = min(self._newest.get(round_.tensor, -1), round_.step - 1)
         self._newest[round_.tensor] = round_.step
@@ -193,7 +193,7 @@ class WorkerRounds:
         """Tells all servers that this rank will never push a round, so that others do not wait for it."""
         if self.failure is not None:
             return []
-        return [*self._given_up.add(GiveUp(self._ring_epoch, tensor, step), self._servers)]
+        return [*self._given_up.add_ahead(GiveUp(self._ring_epoch, tensor, step), self._servers)]
 
     def on_reply(self, server: int, message: FromServer, frames: Frames, now: float) -> list[Action]:
         """Processes a server's message. Answers to rounds that are not in flight are late and ignored."""
@@ -220,7 +220,8 @@ class WorkerRounds:
             case Busy():
                 return []
             case Resume():
-                return self._repeat(round_, server, message.chunk, "refused as busy", was_refused=True)
+                round_.deadline = max(round_.deadline, self._deadline(now))
+                return self._repeat(round_, server, message.chunk, "refused as busy", resumes=round_)
             case Resend():
                 return self._repeat(round_, server, message.chunk, "damaged on its way")
 
@@ -281,6 +282,10 @@ class WorkerRounds:
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────
 
+    def _deadline(self, now: float) -> float:
+        """Of a push that may open its round at a server: the time of the server begins then."""
+        return now + self._deadline_seconds + PATIENCE_SECONDS
+
     def _push(self, round_: Round, now: float) -> list[Action]:
         for out in round_.outgoing:
             round_.unanswered[out.server, out.push.chunk] = out
@@ -304,6 +309,8 @@ class WorkerRounds:
                 round_.again = True
                 round_.sent_again = {}
                 actions.append(Reshard(round_))
+        if round_ is None and self._given_up.lacks(message):
+            return [SendGiveUp(server, GiveUp(self._ring_epoch, *key, message.chunk))]
         if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
         sent = round_.sent_again.get(chunk)
@@ -332,6 +339,7 @@ class WorkerRounds:
                 return []
             (result, frames), *others = [come[number] for number in sorted(come)]
         del round_.unanswered[server, result.chunk]
+        self._given_up.on_result(result)
         while round_.previous >= 0:
             settled = self._settle((round_.tensor, round_.previous))
             round_.previous = -1 if settled is None else settled.previous
@@ -362,7 +370,7 @@ class WorkerRounds:
                 self.watermark = self._begun_watermark
 
     def _repeat(
-        self, round_: Round, server: int, chunk: int, cause: str, *, was_refused: bool = False
+        self, round_: Round, server: int, chunk: int, cause: str, *, resumes: Round | None = None
     ) -> list[Action]:
         key = (server, chunk)
         count = round_.repetitions[key] = round_.repetitions.get(key, 0) + 1
@@ -373,7 +381,7 @@ class WorkerRounds:
                 f"{cause} again; expected once at most: test memory and network cards of both machines"
             )
             return self._fail_and_tell(round_, ProtocolError("checksum", reason))
-        return [SendPush(out, was_refused=was_refused) for out in round_.pushes_of({key})]
+        return [SendPush(out, resumes) for out in round_.pushes_of({key})]
 
     def _fail(self, round_: Round, error: ZenPSError) -> list[Action]:
         is_awaited = round_.state in AWAITED
@@ -390,11 +398,3 @@ class WorkerRounds:
         servers = {server for server, _ in round_.unanswered}
         self._end(round_, "failed")
         return [*self._given_up.add(GiveUp(self._ring_epoch, round_.tensor, round_.step), servers)]
-
-
-def _lost_with_a_server(round_: Round, workers: Set[int]) -> PeerLostError:
-    gone = listing(sorted(round_.workers - workers))
-    return PeerLostError(
-        f"tensor {round_.tensor!r}, step {round_.step}: rank(s) {gone} were lost, and servers have changed, "
-        "within this round: others may have its sum; restart this worker, or the job if none goes on"
-    )

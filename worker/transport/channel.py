@@ -340,9 +340,11 @@ class Channel(Waiter):
     def _execute(self, actions: Sequence[Action]) -> None:
         for action in actions:
             match action:
-                case SendPush(outgoing=out, was_refused=was_refused):
-                    if was_refused:
+                case SendPush(outgoing=out, resumes=resumed):
+                    if resumed is not None:
                         self._metrics.refused_pushes.inc()
+                        if id(resumed) in self._pending:
+                            self._pending[id(resumed)][1].wait_anew()
                     try:
                         self._sender.send(out)
                     except zmq.Again:

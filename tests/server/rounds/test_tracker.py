@@ -511,6 +511,7 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
         ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
         ({"span": 7}, "of which number 0 has 7 positions of 4 element(s)"),
         ({"given": "drained sparse"}, "rank(s) 1 pushed drained sparse, averaged"),
+        ({"given": "in a negotiation, summed"}, "rank(s) 1 pushed in a negotiation, summed"),
     ],
 )
 def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, Any], text: str) -> None:

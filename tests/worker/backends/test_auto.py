@@ -102,7 +102,7 @@ class Servers(ServerBackend):
     def residual_name(self, request: Request) -> str | None:
         return f"residual of {request.name}"
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
         self.told.append((name, int(table)))
         return Pending(name, CONTROL, SuppliedTransfer(table), Progress(0, ended=True), self._waiting)
 
@@ -201,6 +201,19 @@ def test_one_rank_tells_of_a_change(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zenps.worker"):
         assert [backend.exchange("t") for _ in range(ROUNDS + 1)][-1] == "peers"
     assert not caplog.records
+
+
+@pytest.mark.parametrize("over", ["servers", "peers"])
+def test_after_a_failure_a_table_begins_anew(over: str) -> None:
+    """It may have failed here alone. Ranks that have noted it fail in the next round in which they differ."""
+    backend = Auto()
+    for _ in range(ROUNDS - 1 if over == "servers" else ROUNDS + 1):
+        backend.exchange("t")
+    pending = backend.begin(Request(WIDE, "t", Options()))
+    pending.fail(TensorError("planted"))
+    for each in (backend.servers, backend.peers):
+        each.begun.pending.clear()
+    assert [backend.exchange("t") for _ in range(ROUNDS + 1)] == ["servers"] * ROUNDS + ["peers"]
 
 
 def test_a_push_that_is_refused_counts_no_round_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.zenps.hot_keys import hot_keys
@@ -77,6 +77,25 @@ def test_rounds_without_rows_say_nothing() -> None:
     for _ in range(ROUNDS - 1):
         assert not note(choice, OTHER, 0, 0)
     assert note(choice, OTHER) == [(1, "agsparse")]
+
+
+@given(st.lists(st.tuples(st.sampled_from([SAME, OTHER, OTHER, OTHER]), st.sets(st.integers(0, 2)))))
+@example([(OTHER, set()), (OTHER, {0}), *[(OTHER, set[int]())] * 10])
+def test_ranks_that_differ_after_a_failure_on_some_of_them_differ_in_one_round(
+    rounds: list[tuple[int, set[int]]],
+) -> None:
+    """A round in which they differ fails on all."""
+    ranks = [Choice(LINKS, CANDIDATES) for _ in range(3)]
+    may_differ = False
+    for union, fails in rounds:
+        differs = len({choice.scheme.name for choice in ranks}) > 1
+        assert may_differ or not differs
+        may_differ = not differs and (may_differ or bool(fails))
+        for rank, choice in enumerate(ranks):
+            if differs or rank in fails:
+                choice.reset()
+            else:
+                choice.note(TABLE, WORKERS * ROWS, union)
 
 
 def test_another_table_under_the_name_resets_the_means() -> None:

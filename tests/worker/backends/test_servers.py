@@ -142,3 +142,10 @@ def test_one_on_which_ranks_have_agreed_fails_on_all_and_has_its_step(
 ) -> None:
     assert push_for_once_without_memory(make_backend("none"), "rows", monkeypatch).progress.step == 1
     GIVEN_UP.assert_called_once_with(GiveUpAhead("layer", 0))
+
+
+def test_a_round_that_is_given_up_before_it_begins_has_its_step() -> None:
+    backend, request = make_backend("none"), Request(gradient(0, SIZE), "layer")
+    backend.give_up(request)
+    GIVEN_UP.assert_called_once_with(GiveUpAhead("layer", 0))
+    assert backend.begin(request).progress.step == 1

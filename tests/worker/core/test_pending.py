@@ -470,6 +470,22 @@ def test_a_wait_goes_on_as_long_as_answers_come() -> None:
     assert Seldom(3).pending.wait().tolist() == [0, 1, 2]
 
 
+def test_a_wait_goes_on_when_the_time_of_a_server_begins_anew() -> None:
+    """It refused a push and takes it now, or the ring has changed."""
+
+    class Renewing(Seldom):
+        def wait(self, ready: Callable[[], bool], until: float) -> None:
+            if renewals:
+                renewals.pop()()
+            else:
+                super().wait(ready, until)
+
+    renewing = Renewing(3)
+    pending = renewing.pending
+    renewals = [pending.wait_anew, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
+    assert pending.wait().tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize("waits", [0, 2])
 def test_a_wait_ends_when_no_more_answers_come(waits: int) -> None:
     pending = Seldom(waits).pending
@@ -551,6 +567,32 @@ def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:
     assert pending.wait() is first
     pending.complete(torch.zeros(3))
     assert pending.wait() is first
+
+
+@pytest.mark.parametrize("end", ["result", "error", "deadline", "answer", "before"])
+def test_whoever_asks_is_told_once_that_a_round_has_ended(end: str, notifier: Notifier) -> None:
+    told: list[str] = []
+    transfer = Count() if end == "answer" else SuppliedTransfer()
+    pending = make_pending(transfer, notifier, 0.05)
+    if end == "before":
+        pending.complete(torch.ones(1))
+    pending.call_at_end(lambda: told.append("ended" if pending.has_ended else "in flight"))
+    match end:
+        case "result":
+            pending.complete(torch.ones(1))
+        case "error":
+            pending.fail(TensorError("planted"))
+        case "deadline":
+            with pytest.raises(DeadlineError):
+                pending.wait()
+        case "answer":
+            begun(pending)
+            for chunk in range(CHUNKS):
+                assert not told
+                pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
+    assert told == ["ended"]
+    pending.fail(TensorError("planted"))
+    assert told == ["ended"]
 
 
 def test_what_nobody_brings_ends_at_the_deadline(notifier: Notifier) -> None:

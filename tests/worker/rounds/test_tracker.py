@@ -135,13 +135,39 @@ def test_all_servers_hear_of_a_round_that_this_rank_will_not_begin() -> None:
     assert rounds.give_up_ahead("t", 4) == []
 
 
+def test_a_round_that_was_given_up_before_it_began_fails_for_ranks_that_push_it_again() -> None:
+    """Their round is a recovery round: the server asks for this rank's push instead of failing it."""
+    rounds = make_rounds()
+    rounds.give_up_ahead("t", 2)
+    rounds.give_up_ahead("t", 3)
+    assert rounds.on_reply(1, Wanted(1, "t", 3, 7), (), 0.0) == [SendGiveUp(1, GiveUp(1, "t", 3, lacks=7))]
+    for other in (Wanted(1, "t", 4, 7), Wanted(1, "t", 2, 7), Wanted(1, "u", 3, 7)):
+        assert rounds.on_reply(1, other, (), 0.0) == []
+
+
+def test_servers_of_a_new_ring_hear_what_was_given_up_before_it_began() -> None:
+    """Another rank may push it under that ring only. It is over once a later step has an answer."""
+    rounds, member = make_rounds(), Member("server", 7, "box", 50, "tcp://box:1", "")
+    rounds.submit(failed := make_round("t", 2), 0.0)
+    rounds.give_up(failed)
+    rounds.give_up_ahead("t", 3)
+    rounds.give_up_ahead("u", 0)
+    told = [SendGiveUp(7, GiveUp(2, "t", 3)), SendGiveUp(7, GiveUp(2, "u", 0))]
+    assert rounds.on_view(2, [member]) == told
+    later = make_round("t", 4, [(7, 0)])
+    later.ring_epoch = 2
+    rounds.submit(later, 0.0)
+    rounds.on_reply(7, structs.replace(result(later, 0), ring_epoch=2), FRAMES, 0.0)
+    assert rounds.on_view(3, [member]) == [SendGiveUp(7, GiveUp(3, "u", 0))]
+    rounds.reset()
+    assert rounds.on_view(4, [member]) == []
+
+
 def test_a_busy_server_gets_the_same_push_again_when_it_asks() -> None:
     rounds, round_ = make_rounds(), make_round()
     rounds.submit(round_, 0.0)
     assert rounds.on_reply(0, Busy(1, "t", 0, 1), (), 0.0) == []
-    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [
-        SendPush(round_.outgoing[1], was_refused=True)
-    ]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[1], round_)]
     (deliver,) = rounds.on_reply(0, result(round_, 1), FRAMES, 0.0)
     assert isinstance(deliver, Deliver)
 
@@ -207,6 +233,16 @@ def test_a_deadline_names_the_silent_servers() -> None:
     advice = "servers name the rank that is late if cluster.deadline_seconds is theirs, too"
     assert str(fail.error) == f"tensor 't', step 0: no answer within 30 s from {silent}; {advice}"
     assert rounds.in_flight == 1
+
+
+def test_a_deadline_begins_anew_when_a_server_resumes_a_refused_push() -> None:
+    """The server's own begins then, and its error names the rank that is late."""
+    rounds, round_ = make_rounds(), make_round()
+    rounds.submit(round_, 0.0)
+    rounds.on_reply(0, Busy(1, "t", 0, 1), (), 0.0)
+    rounds.on_reply(0, Resume(1, "t", 0, 1), (), 25.0)
+    assert not any(isinstance(action, Fail) for action in rounds.on_tick(25.0 + PATIENT_SECONDS))
+    assert any(isinstance(action, Fail) for action in rounds.on_tick(25.5 + PATIENT_SECONDS))
 
 
 def test_without_a_deadline_what_stays_unanswered_is_pushed_again_ever_more_seldom() -> None:
@@ -285,7 +321,7 @@ class Traffic(RuleBasedStateMachine):
             case _:
                 message = Failure(1, tensor, step, chunk, "lost", "gone")
         round_, chunk_key = self.flying.get(tensor), (server, chunk)
-        actions = self.rounds.on_reply(server, message, FRAMES, 0.0)
+        actions = self.rounds.on_reply(server, message, FRAMES, self.now)
         waited_for = (
             round_ is not None
             and step == round_.step
@@ -300,7 +336,8 @@ class Traffic(RuleBasedStateMachine):
         assert round_ is not None
         if kind == "resume":
             (again,) = [out for out in round_.outgoing if (out.server, out.push.chunk) == chunk_key]
-            assert actions == [SendPush(again, was_refused=True)]
+            assert actions == [SendPush(again, round_)]
+            self.submitted[tensor] = self.now
             return
         if isinstance(message, Result):
             self.answered[tensor].add(chunk_key)
@@ -449,6 +486,7 @@ class Recovering:
 
     def __init__(self, *, is_slow: bool = False) -> None:
         self.resharded: list[Round] = []
+        self.now = 0.0
         self.rounds = WorkerRounds(DEADLINE_SECONDS)
         self._is_slow = is_slow
         self.view(1)
@@ -472,7 +510,8 @@ class Recovering:
         """A round is sharded, for the present ring if no other is named."""
         self.resharded.append(round_)
         outgoing = make_round(round_.tensor, round_.step, RESHARDED).outgoing
-        return self.rounds.on_resharded(round_, ring_epoch or self.ring_epoch, "encoded", outgoing, 0.0)
+        ring_epoch = ring_epoch or self.ring_epoch
+        return self.rounds.on_resharded(round_, ring_epoch, "encoded", outgoing, self.now)
 
     def submit(self, tensor: str = "t", step: int = 0) -> Round:
         round_ = make_round(tensor, step)
@@ -848,6 +887,18 @@ def test_what_was_recalled_before_an_admission_is_not_pushed_after_it() -> None:
     assert worker.reshard(round_) == []
 
 
+def test_a_deadline_begins_anew_when_a_round_is_pushed_again() -> None:
+    """Else a rank that pushed early failed alone: its push counts at servers, whose time began anew."""
+    worker = Recovering()
+    worker.submit()
+    worker.now = 31.0
+    worker.view(2)
+    assert not any(isinstance(action, Fail) for action in worker.rounds.on_tick(31.0 + PATIENT_SECONDS))
+    fail, *_ = worker.rounds.on_tick(31.5 + PATIENT_SECONDS)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, DeadlineError)
+
+
 def test_a_deadline_that_passes_while_a_round_is_resharded_says_so() -> None:
     worker = Recovering(is_slow=True)
     worker.submit()
@@ -904,9 +955,7 @@ def test_a_push_in_fragments_is_repeated_whole() -> None:
     pushes = [SendPush(out) for out in round_.outgoing]
     assert rounds.on_tick(REPEAT_SECONDS + 1) == pushes
     assert rounds.on_reply(0, Resend(1, "t", 0, 0), (), 0.0) == pushes[:2]
-    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [
-        SendPush(round_.outgoing[2], was_refused=True)
-    ]
+    assert rounds.on_reply(0, Resume(1, "t", 0, 1), (), 0.0) == [SendPush(round_.outgoing[2], round_)]
 
 
 def test_an_answer_in_fragments_is_delivered_whole_and_in_order() -> None:

@@ -24,7 +24,7 @@ from zenps.partition.ring import SLOTS
 from zenps.schemes.base import WireForm
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.identity import identity_at
-from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, ToServer
+from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, Resume, ToServer
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
@@ -374,6 +374,25 @@ def test_servers_are_told_how_this_worker_is_reached(ctx: zmq.Context[Any], metr
     assert server.greetings == 3
 
 
+def test_the_wait_for_a_refused_push_begins_anew_once_there_is_room(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(ctx)
+    view = view_of(1, [server.member])
+    channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+    pending = pending_of(channel, Given(whole("t", 1)), "t")
+    renewed = threading.Event()
+    monkeypatch.setattr(pending, "wait_anew", renewed.set)
+    channel.submit(pending)
+    push = server.receive()
+    for kind in (Busy, Resume):
+        assert not renewed.is_set()
+        server.answer(kind(push.ring_epoch, push.tensor, push.step, push.chunk))
+    channel.wait(renewed.is_set, time.monotonic() + DEADLINE_SECONDS)
+    assert renewed.is_set()
+    assert server.receive() == push
+
+
 def test_a_round_is_given_up_before_it_began(ctx: zmq.Context[Any], metrics: WorkerMetrics) -> None:
     server = Server(ctx)
     view = view_of(1, [server.member])
@@ -566,7 +585,7 @@ class Server:
         self.peers.add(peer.bytes)
         return self._decoder.decode(frames[0].buffer, [frame.buffer for frame in frames[1:]])
 
-    def answer(self, message: Busy) -> None:
+    def answer(self, message: Busy | Resume) -> None:
         self.send(encode("default", message))
 
     def answer_sum(self, name: str, *, is_damaged: bool = False) -> None:

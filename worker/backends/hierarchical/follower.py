@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from zenps.wire.shared_memory.arena import Arena
 
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..base import Session
-from ..negotiation import Entry
+from ..negotiation import Entries
 from ..servers import ServerBackend
 from .rounds import HostRounds
 from .transfer import HostRound
@@ -97,7 +96,7 @@ class Follower(HostRounds):
         with self._news:
             return next((each for each in self._in_flight.values() if each.number == number), None)
 
-    def _on_negotiated(self, round_: HostRound, entries: Sequence[Entry]) -> None:
+    def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
         """Nothing to do: the leader reduces and sends the result."""
 
     def _on_answer(self, round_: HostRound) -> None:

@@ -15,11 +15,11 @@ from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.wire.shared_memory.loans import Loans
 
 from ...core.pending import LeftError, Pending
-from ...core.request import Request
+from ...core.request import Request, device_error
 from ...encode.sparse import as_table
 from ...transport.host_link import Failed, Give, Link, LinkError, Take, Taken
 from ..base import Session
-from ..negotiation import Entry
+from ..negotiation import Entries
 from ..servers import ServerBackend
 from .adder import Adder
 from .rounds import HostRounds
@@ -27,6 +27,9 @@ from .transfer import HostRound, Payload, sum_of
 
 # Leaders push under the tensor's name with this suffix; all ranks negotiate under the name itself.
 SUFFIX = "@hosts"
+
+FAILURES = (ZenPSError, MemoryError, RuntimeError)
+"""What a lack of memory, or of threads, raises is among these; it fails one round only."""
 
 # A follower sends its contribution before it negotiates.
 GIVE_SECONDS = 30.0
@@ -101,37 +104,48 @@ class Leader(HostRounds):
         for link in self._links:
             link.shut_down()
 
-    def _on_negotiated(self, round_: HostRound, entries: Sequence[Entry]) -> None:
-        round_.numbers = {link.rank: entries[link.rank].number for link in self._links}
+    def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
+        round_.numbers = {link.rank: entries.numbers[link.rank] for link in self._links}
         try:
-            others = [self._contribution_of(link, round_, entries[link.rank]) for link in self._links]
-            contributions = [round_.contribution, *others]
             if self._is_single_host:
+                contributions = self._contributions(round_)
                 with self._session.spans("aggregate", round_.name):
                     divisor = self._size if round_.pending.options.average else 1
                     chunks = self._adder.add(contributions, round_.form, divisor)
                 self._end(round_, self._map_sum(round_, self._distribute(round_, chunks)))
             else:
-                total = sum_of(contributions, round_.form, self._pool)
-                round_.drop_contribution()  # only its sum is still needed
-                round_.pushed = self._push(round_, total)
-        except ZenPSError as error:
+                round_.pushed = self._push(round_)
+                self._await(round_, round_.pushed)
+        except FAILURES as error:
             self._refuse(round_, error)
 
-    def _push(self, round_: HostRound, tensor: Tensor) -> Pending:
-        """Begins the round over servers for all ranks of this host."""
+    def _push(self, round_: HostRound) -> Pending:
+        """Begins the round over servers for all ranks of this host. If it fails, then on all hosts."""
+        try:
+            total = sum_of(self._contributions(round_), round_.form, self._pool)
+        except FAILURES:
+            self._servers.give_up(self._request(round_, round_.form.without_rows()))
+            raise
+        round_.drop_contribution()  # only its sum is still needed
+        return self._servers.begin(self._request(round_, total), "rows")
+
+    def _request(self, round_: HostRound, tensor: Tensor) -> Request:
         options = structs.replace(round_.pending.options, stands_for=self._stands_for, pusher=self._pusher)
         if tensor.dtype != round_.form.dtype:
             # The sum of float16 or bfloat16 gradients is float32, but must not be quantized.
             options = structs.replace(options, purpose="value")
-        return self._servers.begin(Request(tensor, round_.name + SUFFIX, options), "rows")
+        return Request(tensor, round_.name + SUFFIX, options)
 
-    def _contribution_of(self, link: Link, round_: HostRound, entry: Entry) -> Payload:
-        key = link.rank, round_.name
+    def _contributions(self, round_: HostRound) -> list[Payload]:
+        """Returns those of all ranks of this host, in rank order."""
+        return [round_.contribution, *(self._contribution_of(link, round_) for link in self._links)]
+
+    def _contribution_of(self, link: Link, round_: HostRound) -> Payload:
+        key, number = (link.rank, round_.name), round_.numbers[link.rank]
 
         def has_arrived() -> bool:
             given = self._given.get(key)
-            return self.is_over or (given is not None and given.number == entry.number)
+            return self.is_over or (given is not None and given.number == number)
 
         with self._news:
             is_in_time = self._news.wait_for(has_arrived, GIVE_SECONDS)
@@ -154,7 +168,7 @@ class Leader(HostRounds):
             total = Payload(rows, values.to(round_.form.dtype))
             if self._links:
                 self._distribute(round_, [total])
-        except ZenPSError as error:
+        except FAILURES as error:
             self._refuse(round_, error)
         else:
             self._end(round_, round_.form.tensor(total, is_coalesced=True))
@@ -185,8 +199,9 @@ class Leader(HostRounds):
             raise
         return round_.form.tensor(round_.form.read(memory, total.rows), is_coalesced=True)
 
-    def _refuse(self, round_: HostRound, error: ZenPSError) -> None:
+    def _refuse(self, round_: HostRound, failure: Exception) -> None:
         """Fails a round on all ranks of this host."""
+        error = device_error(f"tensor {round_.name!r}", failure)
         if not isinstance(error, LeftError):  # else the scheduler reports it
             for link in self._links:
                 self._tell(link, Failed.by(round_.numbers[link.rank], error))

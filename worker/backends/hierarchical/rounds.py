@@ -89,40 +89,20 @@ class HostRounds(NegotiatedRounds[HostRound]):
     def _run(self) -> None:
         while self._failure is None:
             with self._news:
-                self._news.wait_for(lambda: self._failure or self._awaits_servers())
+                # With no round to wait for, this thread must not wait on the channel: it would hold the lock
+                # there, and a thread that waits for its own round would need a wake-up for each answer.
+                self._news.wait_for(lambda: self._failure or self._awaited)
             self._servers.wait(self._has_work, math.inf)
             self._process_ready()
 
     def _process_ready(self) -> None:
         # In a function of its own: the frame of the waiting thread would keep the last round alive, and with
         # it the sum.
-        for round_ in self._ready():
+        for round_ in self._take_ended():
             if round_.is_processed:
                 self._on_answer(round_)
             else:
                 self._process_negotiation(round_)
 
-    def _awaits_servers(self) -> bool:
-        """Returns whether any round waits for an answer of a server.
-
-        Without such a round this thread must not wait on the channel: it would hold the channel's lock, and a
-        thread that waits for its own round would need a wake-up for each answer.
-        """
-        return any(not round_.is_processed or round_.pushed for round_ in self._in_flight.values())
-
     def _has_work(self) -> bool:
-        """Returns whether there is something to process, or nothing left to wait for.
-
-        Another thread may have ended the last round before this thread began to wait.
-        """
-        with self._news:
-            return self._failure is not None or bool(self._ready()) or not self._awaits_servers()
-
-    def _ready(self) -> list[HostRound]:
-        with self._news:
-            rounds = list(self._in_flight.values())
-        return [
-            round_
-            for round_ in rounds
-            if (round_.has_answer if round_.is_processed else round_.is_negotiated)
-        ]
+        return self._failure is not None or bool(self._ended)

@@ -87,6 +87,15 @@ class Form(NamedTuple):
             tensor_from_bytes(memory[begin:], self.dtype, self.values_shape(rows)),
         )
 
+    def without_rows(self) -> Tensor:
+        """Returns a tensor as :func:`sum_of` does, but whose values take no memory and mean nothing."""
+        dtype = ACCUMULATE[self.dtype]
+        if self.sparse_dim < 0:
+            return torch.zeros((), dtype=dtype, device="cpu").expand(self.shape)
+        rows = torch.empty(0, dtype=torch.int64, device="cpu")
+        values = torch.empty(self.values_shape(0), dtype=dtype, device="cpu")
+        return self.tensor(Payload(rows, values), is_coalesced=True)
+
     def tensor(self, payload: Payload, *, is_coalesced: bool) -> Tensor:
         """Returns the tensor on the memory of ``payload``, in the dtype of its values."""
         if self.sparse_dim < 0:
@@ -177,8 +186,3 @@ class HostRound(NegotiatedRound, kw_only=True):
         """Frees its memory; a slice without elements would keep it until the round ends."""
         rows, values = self.contribution
         self.contribution = Payload(rows.new_empty(0), values.new_empty(0))
-
-    @property
-    def has_answer(self) -> bool:
-        """True once the leader's round over servers has ended."""
-        return self.pushed is not None and self.pushed.has_ended

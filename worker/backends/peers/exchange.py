@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, ZenPSError
+from zenps.errors import MismatchError, PeerLostError, ZenPSError
 
 from ...core.pending import Pending
 from ...core.request import Request
@@ -25,16 +24,13 @@ from ...core.transfer import Transform
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
-from ..negotiation import Entry
+from ..negotiation import Entries
 from ..servers import ServerBackend
 from .transfer import LOCAL_ERRORS, PeerRound, PeerTransfer
 
 # Rounds that rank 0 names in one message at most.
 MAX_AT_ONCE = 32
 _NONE = -1
-
-# How long the result of a negotiation may take to get here after rank 0 has received it.
-ANSWER_SECONDS = 30.0
 
 
 class PeerExchange(NegotiatedRounds[PeerRound]):
@@ -74,9 +70,9 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     def _shut_down(self) -> None:
         self._group.abort()
 
-    def _on_negotiated(self, round_: PeerRound, entries: Sequence[Entry]) -> None:
-        round_.entries = entries
-        self._negotiated[entries[0].number] = round_
+    def _on_negotiated(self, round_: PeerRound, entries: Entries) -> None:
+        round_.rows = entries.rows
+        self._negotiated[entries.numbers[0]] = round_
 
     # ── the exchange's thread ───────────────────────────────────────────────────────────────────
 
@@ -101,23 +97,18 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
 
     def _has_unprocessed(self) -> bool:
         """Returns whether a negotiation is to be processed, or this exchange is over."""
-        return self.is_over or bool(self._unprocessed())
-
-    def _unprocessed(self) -> list[PeerRound]:
-        """Returns the rounds whose negotiation has ended and was not processed."""
-        with self._news:
-            return [
-                round_
-                for round_ in self._in_flight.values()
-                if round_.is_negotiated and not round_.is_processed
-            ]
+        return self.is_over or bool(self._ended)
 
     def _process_negotiations(self) -> None:
-        for round_ in self._unprocessed():
+        for round_ in self._take_ended():
             self._process_negotiation(round_)
 
     def _agree(self) -> list[int]:
-        """Returns the numbers of the rounds to exchange next, once they are negotiated here too."""
+        """Returns the numbers of the rounds to exchange next, once they are negotiated here too.
+
+        Raises:
+            MismatchError: rank 0 has the result of a negotiation that has failed here.
+        """
         order = torch.full((MAX_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             ready = list(self._negotiated)[:MAX_AT_ONCE]
@@ -126,15 +117,20 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             return ready
         self._group.exchange({}, {0: [order]})
         numbers = [number for number in order.tolist() if number != _NONE]
-        until = time.monotonic() + ANSWER_SECONDS
+        begun = self._next_number  # this rank has pushed its entry, or rank 0 would have no result
         while not self._negotiated.keys() >= set(numbers) and self._failure is None:
-            if time.monotonic() >= until:
-                raise DeadlineError(
-                    f"rounds of rank 0: no answer from the servers within {ANSWER_SECONDS:g} s"
-                )
-            self._servers.wait(self._has_unprocessed, until)
+            if not self._awaits_negotiation(begun):
+                reason = "rank 0 exchanges a tensor whose negotiation has failed on this rank"
+                raise MismatchError(f"{reason}, with an error of its own; restart the job")
+            self._servers.wait(self._has_unprocessed, math.inf)
             self._process_negotiations()
         return numbers
+
+    def _awaits_negotiation(self, begun: int) -> bool:
+        """Returns whether the negotiation of any of the first ``begun`` rounds is still to be processed."""
+        with self._news:
+            rounds = self._in_flight.values()
+            return any(round_.number < begun and not round_.is_processed for round_ in rounds)
 
     def _exchange(self, number: int) -> None:
         if self._failure is not None:
@@ -146,7 +142,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         with self._session.spans("exchange", round_.name, round_.negotiation.progress.step) as span:
             result: Tensor | ZenPSError
             try:
-                result = transfer.reduce(group, round_.entries)
+                result = transfer.reduce(group, round_.rows)
             except (MismatchError, *LOCAL_ERRORS) as error:  # on all ranks, at the same point
                 result = error
             transfer.sent_bytes = group.sent_bytes - sent
@@ -155,6 +151,6 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
                 span.note(sent=transfer.sent_bytes, received=transfer.received_bytes)
         metrics.push_bytes.total += transfer.sent_bytes
         metrics.pull_bytes.total += transfer.received_bytes
-        progress.pushed_rows = sum(entry.rows for entry in round_.entries)
+        progress.pushed_rows = sum(round_.rows)
         progress.pulled_rows = transfer.pulled_rows
         self._end(round_, result)

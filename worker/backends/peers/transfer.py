@@ -23,7 +23,6 @@ from ...encode.sparse import as_sparse, as_table
 from ...sparsify.agreed import COUNTS, VALUES, Agreed, Further
 from ...transport.peer_group import Group
 from ..negotiated_rounds import NegotiatedRound
-from ..negotiation import Entry
 from .algorithms import ALGORITHMS, Table
 
 LOCAL_ERRORS: Final = (DeadlineError, TensorError, UsageError)
@@ -46,11 +45,11 @@ class PeerTransfer(SuppliedTransfer):
         self._shape, self._dtype, self._average = tensor.shape, tensor.dtype, average
 
     @abstractmethod
-    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+    def reduce(self, group: Group, rows: Sequence[int]) -> Tensor:
         """Returns the sum, or average, over all ranks. All ranks call it at the same point.
 
         Args:
-            entries: of the negotiation, by rank.
+            rows: :attr:`rows` of all ranks, by rank.
 
         Raises:
             GroupError: a rank was lost.
@@ -73,7 +72,7 @@ class DensePeerTransfer(PeerTransfer):
         self._values = pool.empty((tensor.numel(),), ACCUMULATE[tensor.dtype])
         self._values.view(tensor.shape).copy_(tensor.detach())
 
-    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
+    def reduce(self, group: Group, rows: Sequence[int]) -> Tensor:
         if self._values.numel():
             group.allreduce(self._values)
         if self._average:
@@ -99,11 +98,11 @@ class SparsePeerTransfer(PeerTransfer):
         self.rows_given, self.rows = len(rows), len(self._own[0])
         self._table = Table(self._rows_total, columns, tensor.dtype)
 
-    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
-        divisor, counts = group.size if self._average else 1, [entry.rows for entry in entries]
-        rows, values = self._algorithm(group, self._own, self._table, divisor, self._kernels, counts)
-        self.pulled_rows = len(rows)
-        return as_sparse(rows, values, self._shape, self._sparse_dim)
+    def reduce(self, group: Group, rows: Sequence[int]) -> Tensor:
+        divisor = group.size if self._average else 1
+        union, values = self._algorithm(group, self._own, self._table, divisor, self._kernels, rows)
+        self.pulled_rows = len(union)
+        return as_sparse(union, values, self._shape, self._sparse_dim)
 
     def report(self, progress: Progress) -> Report:
         moved = super().report(progress)
@@ -129,9 +128,9 @@ class AgreedPeerTransfer(SparsePeerTransfer):
         self._agreed = agreed
         self._pool = pool
 
-    def reduce(self, group: Group, entries: Sequence[Entry]) -> Tensor:
-        self._agreed.note_selected(sum(entry.rows for entry in entries))
-        union = super().reduce(group, entries)
+    def reduce(self, group: Group, rows: Sequence[int]) -> Tensor:
+        self._agreed.note_selected(sum(rows))
+        union = super().reduce(group, rows)
         error: ZenPSError | None = None
         further: Further = {}
         try:
@@ -173,5 +172,5 @@ class PeerRound(NegotiatedRound, kw_only=True):
     """A tensor in flight among workers."""
 
     transfer: PeerTransfer
-    entries: Sequence[Entry] = ()
-    """The entries of all ranks, by rank, once they agree."""
+    rows: Sequence[int] = ()
+    """Those of all ranks' contributions, by rank, once they agree."""

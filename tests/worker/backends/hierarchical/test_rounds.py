@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import math
 import socket as net
+import sys
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from types import FrameType
 from unittest.mock import Mock
 
 import numpy
@@ -34,6 +36,7 @@ from zenps.wire.frames import CorruptedError
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.worker.backends.base import Session
+from zenps.worker.backends.hierarchical import leader
 from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
 from zenps.worker.backends.hierarchical.rounds import HostRounds
@@ -104,9 +107,10 @@ class Servers(ServerBackend):
     def __init__(self, rank: int, negotiation: Negotiation, waiting: Waiting) -> None:
         self.refusal: ZenPSError = UsageError("a sparsifier is wrong")
         self.pushed: list[Request] = []
+        self.given_up: list[Request] = []
         self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
         pending = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), self._waiting, counted="nothing")
         self._negotiation.join(self._rank, table, pending)
         return pending
@@ -114,6 +118,9 @@ class Servers(ServerBackend):
     def begin(self, request: Request, counted: Counted = "round") -> Pending:
         self.pushed.append(request)
         raise self.refusal
+
+    def give_up(self, request: Request) -> None:
+        self.given_up.append(request)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         assert until == math.inf
@@ -266,6 +273,45 @@ def test_a_follower_raises_what_its_leader_raises(
     assert str(follows) == str(error)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [VALUES.half(), torch.eye(5, 3).half().to_sparse(1)],
+    ids=["dense", "sparse"],
+)
+@pytest.mark.parametrize(
+    "failure", [MemoryError(), RuntimeError("out of memory"), ProtocolError("payload", "too short")]
+)
+def test_a_sum_that_cannot_be_made_fails_its_round_alone_and_on_all_hosts(
+    beside: Host, values: Tensor, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leaders of other hosts would wait for this push, and count one step more from then on."""
+    servers = beside.leader._servers
+    assert isinstance(servers, Servers)
+    with monkeypatch.context() as patch:
+        patch.setattr(leader, "sum_of", Mock(side_effect=failure))
+        for outcome in beside.push(values):
+            assert type(outcome) is (ProtocolError if isinstance(failure, ProtocolError) else TensorError)
+            assert str(failure) in str(outcome)
+    assert servers.pushed == []
+    assert beside.push(values)[0] is servers.refusal
+    ((given_up, name, options),), ((pushed, *others),) = servers.given_up, servers.pushed
+    assert others == [name, options]
+    assert (given_up.shape, given_up.dtype, given_up.layout) == (pushed.shape, pushed.dtype, pushed.layout)
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), RuntimeError("can't start new thread")])
+def test_a_host_without_memory_for_one_sum_goes_on(
+    alone: Host, failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(alone.leader._adder, "add", Mock(side_effect=failure))
+        for outcome in alone.push():
+            assert isinstance(outcome, TensorError)
+            assert str(outcome) == f"tensor 't': {str(failure) or 'MemoryError()'}"
+    for total in alone.push():
+        assert isinstance(total, Tensor)
+
+
 @pytest.mark.parametrize(("dtype", "purpose"), [(torch.float32, "gradient"), (torch.float16, "value")])
 def test_a_leader_pushes_for_all_ranks_of_its_host(beside: Host, dtype: torch.dtype, purpose: str) -> None:
     """Its number among those that push decides from which elements a sparsifier selects there. A sum that is
@@ -292,6 +338,29 @@ def test_a_leader_that_leaves_tells_its_follower_nothing(
     assert isinstance(outcome_of(leads), LeftError)
     told.assert_not_called()
     assert not follows.has_ended
+
+
+def test_whether_there_is_work_is_known_without_a_search(alone: Host) -> None:
+    """Each message asks, and a thousand tensors may be in flight."""
+
+    def calls() -> int:
+        count = 0
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        sys.setprofile(note)
+        try:
+            assert not alone.leader._has_work()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    without = calls()
+    for number in range(50):
+        alone.leader.begin(Request(VALUES[:3], f"t{number}", NO_OPTIONS), ())
+    assert calls() == without
 
 
 def test_a_follower_keeps_only_the_copy_in_shared_memory(alone: Host) -> None:
@@ -328,8 +397,8 @@ def test_a_sum_that_comes_before_the_negotiation_has_ended_is_withheld(
     servers, begun, waits = alone.follower._servers, [], threading.Event()
     negotiate, wait = servers.negotiate, servers.wait
 
-    def negotiate_late(table: Tensor, name: str) -> Pending:
-        begun.append(negotiate(table, name))
+    def negotiate_late(table: Tensor, name: str, given: str) -> Pending:
+        begun.append(negotiate(table, name, given))
         late = Pending(name, CONTROL, SuppliedTransfer(), Progress(0), servers._waiting, counted="nothing")
         begun.append(late)
         return late

@@ -35,7 +35,7 @@ class Servers(ServerBackend):
         self.names: list[str] = []
         self._waiting = waiting
 
-    def negotiate(self, table: Tensor, name: str) -> Pending:
+    def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
         self.names.append(name)
         own = table[1].numpy().tobytes()[2 : 2 + len(ADDRESS)]
         both = table + table_with(len(2 * own).to_bytes(2) + 2 * own, 0, 2, table.shape[1])

@@ -12,7 +12,6 @@ from tests.worker.local_group import on_all_ranks
 from zenps.buffers import BufferPool
 from zenps.errors import MismatchError, TensorError, UsageError, ZenPSError
 from zenps.kernels.cpu import CpuKernels
-from zenps.worker.backends.negotiation import Entry
 from zenps.worker.backends.peers.transfer import (
     AgreedPeerTransfer,
     DensePeerTransfer,
@@ -30,13 +29,13 @@ KERNELS = CpuKernels(POOL)
 def reduce(size: int, make: Callable[[int], PeerTransfer]) -> list[tuple[Tensor | ZenPSError, Report]]:
     """What each rank gets, or the error that it raises; and what it reports."""
     transfers = [make(rank) for rank in range(size)]
-    entries = [Entry(0, transfer.rows, "") for transfer in transfers]
+    rows = [transfer.rows for transfer in transfers]
 
     def run(group: Group) -> tuple[Tensor | ZenPSError, Report]:
         transfer = transfers[group.rank]
         result: Tensor | ZenPSError
         try:
-            result = transfer.reduce(group, entries)
+            result = transfer.reduce(group, rows)
         except ZenPSError as error:
             result = error
         transfer.sent_bytes, transfer.received_bytes = group.sent_bytes, 7
