@@ -145,7 +145,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Synchronises gradients, unless :meth:`synchronize` has since backward, and steps.
 
         ``closure`` is evaluated once, before that: optimizers that evaluate it again are supported without a
-        cluster only.
+        cluster only. If the wrapped optimizer raises, another call applies the same averages.
 
         Raises:
             UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before.
@@ -160,8 +160,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not (self._skip or self._consistency.is_synchronized):
             self.synchronize()
-        self._consistency.consume()
         self._apply()
+        # Only now: if the wrapped optimizer has raised, another call applies the same averages.
+        self._consistency.consume()
         return result
 
     def drain(self) -> None:
@@ -190,6 +191,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._correction.apply(self._consistency.sparsified)
         with PROCESS.world.spans("apply") as span:
             self._inner.step()
+            if self._correction is not None:
+                self._correction.forget()
             self._consistency.after_step()
             if span:
                 span.note(step=self._consistency.applied, staleness=self._consistency.staleness)

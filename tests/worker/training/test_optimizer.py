@@ -931,6 +931,35 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_whose_optimizer_raises_applies_the_same_averages_when_it_is_repeated(
+    world: FakeWorld, model: Model, staleness: int
+) -> None:
+    """It pushed the averages again, which met the other ranks' next gradients."""
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(1 + staleness):
+        train_one_step(model, optimizer)
+
+    def raise_once(*_: object) -> None:
+        hook.remove()
+        raise MemoryError("state of Adam")
+
+    hook = optimizer.register_step_pre_hook(raise_once)
+    before, bias = world.pushed.copy(), model.last.bias.detach().clone()
+    optimizer.zero_grad()
+    model.loss().backward()
+    with pytest.raises(MemoryError, match="Adam"):
+        optimizer.step()
+    assert torch.equal(model.last.bias, bias)
+    optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.2))
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert set(names_pushed(world, before).values()) == {1}
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_step_after_a_synchronize_without_averages_simply_steps(
     world: FakeWorld, model: Model, staleness: int
