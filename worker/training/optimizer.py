@@ -110,7 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             momentum = None if self._correction is None else self._correction.momentum
             self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
         _warn_of_momentum(optimizer)
-        PROCESS.before_leaving(self._drain_before_leaving)
+        PROCESS.after_joining(self._consistency.begin_anew)
+        PROCESS.before_leaving(self.drain)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -180,11 +181,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._apply()
             # Cleared here: if a loop clears gradients after each step, the next backward would add to these.
             self._inner.zero_grad()
-
-    def _drain_before_leaving(self) -> None:
-        # Rounds that an earlier world has left in flight may have ended on some ranks and failed on others.
-        if self._consistency.is_of_this_world:
-            self.drain()
 
     def _apply(self) -> None:
         if self._correction is not None:

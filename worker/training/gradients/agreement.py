@@ -132,6 +132,13 @@ class ParameterAgreement:
         self._asked = None
         return counts
 
+    def begin_anew(self) -> None:
+        """Forgets kinds, in a new world, unless gradients have residuals."""
+        self._asked = None
+        # A residual has the name of its bucket, which another agreement could give to other parameters.
+        if not PROCESS.world.keeps_residuals:
+            self.sparse, self.bucket_of, self._unknown = {}, {}, list(self.names)
+
     def adopt(
         self, root_rank: int, passes: int, uncounted: Iterable[Parameter]
     ) -> tuple[int, list[Parameter]]:

@@ -57,8 +57,12 @@ class GradientPushes:
         """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
 
     def begin_anew(self) -> None:
-        """Forgets what ranks agreed on step by step, because a rank that has joined does not know it."""
+        """Forgets the steps so far, because a rank that has joined does not know them."""
+        self.averages = Averages()
+        self.outdated.clear()
         self._dense.clear()
+        self._residuals.end_step()
+        self.await_gradients()
         self.step = self.drains = self.drops = 0
 
     def end_step(self) -> Averages:

@@ -116,16 +116,25 @@ class GradientSynchronizer(Consistency):
         self._pushes.step = step
 
     @property
-    def is_of_this_world(self) -> bool:
-        return self._prefix.is_taken
-
-    @property
     def has_run_backward(self) -> bool:
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
         passes = self._passes
         passes.adopt(*self._agreement.adopt(root_rank, passes.most, passes.uncounted))
+        self._forget_steps()
+
+    def begin_anew(self) -> None:
+        # Ranks may have left the last world at different points of a step, or while they agreed on kinds.
+        self._passes.begin_anew(self._agreement.names)
+        self._agreement.begin_anew()
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        self._state = "open"
+        self._averaged = []
+        self._steps.clear()
+        self._computed.clear()
         self._pushes.begin_anew()
 
     @untraced
@@ -181,7 +190,8 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: called between backward and the end of its step.
         """
-        if not self.staleness or self._steps.oldest is None:
+        # A world that this process has left may have answered other ranks.
+        if not self.staleness or self._steps.oldest is None or not self._prefix.is_taken:
             return False
         if self.has_run_backward or self.is_synchronized:
             raise UsageError(
