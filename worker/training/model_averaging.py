@@ -74,6 +74,9 @@ class ModelAveraging(Consistency):
         self.step = 0
         self.is_synchronized = False
 
+    def count_anew(self) -> None:
+        """Does nothing: a state has the number of its step."""
+
     def synchronize(self) -> None:
         """Leaves this rank's gradients as they are.
 

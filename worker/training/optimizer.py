@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
-from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ..collectives.broadcast import Counting, broadcast_optimizer_state, broadcast_parameters
 from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from .gradients.agreement import ParameterNames
@@ -30,7 +30,7 @@ STATE = "zenps"
 """The entry of a state that the wrapped optimizer does not have."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer, Counting):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
     Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
@@ -343,6 +343,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._consistency.drop_together():
                 self._apply()
             self._inner.zero_grad()
+
+    def count_anew(self) -> None:
+        self._consistency.count_anew()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

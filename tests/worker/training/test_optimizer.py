@@ -1132,6 +1132,20 @@ def test_steps_that_were_thrown_away_count_anew_once_a_rank_has_joined(
         optimizer.adopt_agreement(0)
 
 
+def test_steps_that_one_rank_has_thrown_away_count_anew_once_ranks_have_its_state(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    model.loss().backward()
+    optimizer.zero_grad()
+    zps.broadcast_optimizer_state(optimizer)
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    names = [name for name in names_pushed(world, before) if name.startswith("optimizer")]
+    assert names
+    assert not any(world.requests[name].options.given for name in names)
+    assert optimizer._consistency.step == 1
+
+
 def test_one_that_joins_learns_how_many_passes_there_are(
     world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

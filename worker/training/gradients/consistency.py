@@ -46,6 +46,10 @@ class Consistency(ABC):
         """Forgets the steps so far: in a new world other ranks may have had others, or none."""
 
     @abstractmethod
+    def count_anew(self) -> None:
+        """Counts steps from what all ranks have loaded."""
+
+    @abstractmethod
     def synchronize(self) -> None:
         """Makes the gradients those to step with."""
 

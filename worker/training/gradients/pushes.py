@@ -21,6 +21,11 @@ from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
 
+STEPS_PER_DROP = 100
+"""If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
+none are pushed in vain.
+"""
+
 
 class GradientPushes:
     """The pushes of the step whose gradients backward computes.
@@ -46,7 +51,7 @@ class GradientPushes:
         self.averages = Averages()
         self.outdated: set[Parameter | Bucket] = set()
         self.sparsified: set[Parameter] = set()
-        self.step = self.drains = self.drops = 0
+        self.count_anew()
         self._staleness = PROCESS.world.staleness
         self._agreement = agreement
         self._prefix = prefix
@@ -63,7 +68,16 @@ class GradientPushes:
         self._dense.clear()
         self._residuals.end_step()
         self.await_gradients()
-        self.step = self.drains = self.drops = 0
+        self.count_anew()
+
+    def count_anew(self, step: int = 0) -> None:
+        """Sets what ranks count to what it is on all of them."""
+        self.step, self.drains, self.drops = step, 0, 0
+
+    @property
+    def are_early(self) -> bool:
+        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
+        return self.drops < 1 + self.step / STEPS_PER_DROP
 
     def end_step(self) -> Averages:
         """Returns the averages of this step, to come, and begins the next."""

@@ -32,11 +32,6 @@ from .step_states import STEP, SYNCHRONIZED, StepEvent, StepState
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-STEPS_PER_DROP = 100
-"""If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
-none are pushed in vain.
-"""
-
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function that ``torch.compile`` must not trace, because it sends and waits.
@@ -129,6 +124,9 @@ class GradientSynchronizer(Consistency):
         self._passes.begin_anew(self._agreement.names)
         self._agreement.begin_anew()
         self._forget_steps()
+
+    def count_anew(self) -> None:
+        self._pushes.count_anew(self._pushes.step if self.is_periodic else 0)
 
     def _forget_steps(self) -> None:
         self._state = "open"
@@ -241,17 +239,12 @@ class GradientSynchronizer(Consistency):
             self._advance("refused")
             raise
         # Decided by what all ranks know, not by this rank's pushes: others may have used other parameters.
-        if self._pushes_early and self._agreement.is_known:
+        if self._pushes.are_early and self._agreement.is_known:
             return self.drop_together()
         self._close_step()
         self._passes.end_step()
         self._pushes.await_gradients()
         return False
-
-    @property
-    def _pushes_early(self) -> bool:
-        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
-        return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
         return self._drop_pushed(all_drop=True)
@@ -361,7 +354,7 @@ class GradientSynchronizer(Consistency):
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
             self._pushes.outdated.add(owner)
-        elif self.accumulates or not self._pushes_early or not self._passes.is_last(parameter):
+        elif self.accumulates or not self._pushes.are_early or not self._passes.is_last(parameter):
             return
         elif parameter in self._agreement.sparse:
             self._pushes.push_sparse(parameter)
