@@ -17,6 +17,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zenps as zps
 import zenps.byteps as bps
@@ -31,6 +32,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.process import PROCESS
 from zenps.worker.training.gradients import agreement
+from zenps.worker.training.gradients.agreement import ParameterAgreement
 from zenps.worker.training.gradients.buckets import Bucket
 from zenps.worker.training.gradients.synchronizer import GradientSynchronizer
 from zenps.worker.world import LocalWorld, World
@@ -1240,7 +1242,7 @@ def test_a_table_without_a_gradient_stays_dense_until_a_rank_has_joined(
     assert ("dense at present" in given) == (not has_joined)
 
 
-def test_dense_gradient_that_is_sparse_later(world: FakeWorld) -> None:
+def test_dense_gradient_that_is_sparse_later(world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     words = nn.Embedding(10, 2, sparse=True)
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=1.0))
     words.weight.sum().backward()
@@ -1252,6 +1254,51 @@ def test_dense_gradient_that_is_sparse_later(world: FakeWorld) -> None:
     expected = torch.zeros(10, 2)
     expected[[1, 3]] = 1.0
     torch.testing.assert_close(before - words.weight, expected)
+    for _ in range(2):
+        optimizer.zero_grad()
+        words(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+    assert caplog.text.count("gradient of 'parameter0' is sparse now, but was dense in its first step") == 1
+
+
+def make_state_by_a_step_of_zeros(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make_state_for_a_checkpoint(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("make_state", [make_state_by_a_step_of_zeros, make_state_for_a_checkpoint])
+def test_a_table_is_pushed_sparse_after_a_step_of_zeros_that_makes_the_state(
+    make_state: Callable[[Model, zps.DistributedOptimizer], None], world: FakeWorld, model: Model
+) -> None:
+    """It was taken for dense, in all later steps."""
+    optimizer, weights = wrap(model), state_of(model)
+    make_state(model, optimizer)
+    assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    pushed = [each for name, (each, *_) in world.requests.items() if not name.endswith("kinds")]
+    assert sorted(each.is_sparse for each in pushed if each.is_floating_point()) == [False, True]
+
+
+def test_zeros_of_some_ranks_are_those_of_all(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = wrap(model)
+
+    def counts(agreement: ParameterAgreement, has_run_backward: bool) -> list[list[int]]:
+        return [[0, 0, 0, number] for number in range(len(agreement.names))]
+
+    monkeypatch.setattr(ParameterAgreement, "_count_kinds", counts)
+    optimizer.step()
+    none, *zeros = (parameter.grad for parameter in model.parameters())
+    assert none is None
+    assert all(gradient is not None and not gradient.any() for gradient in zeros)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,8 @@ from ...process import PROCESS, Prefix
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
+
+logger = logging.getLogger("zenps.worker")
 
 STEPS_PER_DROP = 100
 """If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
@@ -60,6 +63,8 @@ class GradientPushes:
         self._residuals = Residuals()
         self._dense: set[Parameter | Bucket] = set()
         """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
+        self._densified: set[Parameter] = set()
+        """Parameters whose gradients are dense by agreement, but were sparse once, as a warning has said."""
 
     def begin_anew(self) -> None:
         """Forgets the steps so far, because a rank that has joined does not know them."""
@@ -92,9 +97,9 @@ class GradientPushes:
         for bucket in self._agreement.buckets:
             bucket.waiting_for = set(bucket.parameters)
 
-    def push_rest(self) -> None:
+    def push_rest(self, has_run_backward: bool) -> None:
         """Pushes what backward has not pushed."""
-        self._agreement.agree_on_kinds()
+        self._agreement.agree_on_kinds(has_run_backward)
         for parameter in self._agreement.sparse:
             if parameter not in self.averages.handles:
                 self.push_sparse(parameter)
@@ -173,6 +178,7 @@ class GradientPushes:
 
     def push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
         """Pushes dense gradients as one tensor, times ``scale``."""
+        self._warn_of_sparse(bucket)
         fused = bucket.fused(scale)
         options = structs.replace(
             self._options(bucket, fused, bucket.parameters),
@@ -192,6 +198,16 @@ class GradientPushes:
                 if isinstance(residual, Tensor):
                     bucket.add_presence(fused, residual.reshape(-1))
         self._begin(bucket, request)
+
+    def _warn_of_sparse(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse and parameter not in self._densified:
+                self._densified.add(parameter)
+                logger.warning(
+                    "gradient of %r is sparse now, but was dense in its first step: all its rows are pushed, "
+                    "in each step; if it stays sparse, wrap the optimizer again, on all ranks",
+                    self._agreement.names[parameter],
+                )
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
         world = PROCESS.world

@@ -270,7 +270,7 @@ class GradientSynchronizer(Consistency):
         error: ZenPSError | None = None
         try:
             disagreement = self._announce(all_drop)
-            self._pushes.push_rest()
+            self._pushes.push_rest(self.has_run_backward)
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
