@@ -17,6 +17,7 @@ from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import Counting, broadcast_optimizer_state, broadcast_parameters
 from ..core.request import check_average, check_plain
 from ..process import PROCESS
+from ..step_hook import STEP_HOOK
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
 from .gradients.synchronizer import GradientSynchronizer
@@ -90,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
                 f"lr=0.1), got {type(optimizer).__name__}"
             )
         self._inner = optimizer
-        self._skip = False
+        self._skip = self.applies = False
         names = ParameterNames(optimizer, named_parameters)
         own = names.trained()
         if PROCESS.world.is_distributed:
@@ -112,6 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         _warn_of_momentum(optimizer)
         PROCESS.after_joining(self._consistency.begin_anew)
         PROCESS.before_leaving(self.drain)
+        STEP_HOOK.guard(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -186,7 +188,11 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         if self._correction is not None:
             self._correction.apply(self._consistency.sparsified)
         with PROCESS.world.spans("apply") as span:
-            self._inner.step()
+            self.applies = True
+            try:
+                self._inner.step()
+            finally:
+                self.applies = False
             if self._correction is not None:
                 self._correction.forget()
             self._consistency.after_step()
@@ -343,6 +349,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             if self._consistency.drop_together():
                 self._apply()
             self._inner.zero_grad()
+
+    def is_bypassed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self._consistency.has_run_backward:
+            return False
+        first = next((each for group in optimizer.param_groups for each in group["params"]), None)
+        return any(each is first for group in self._inner.param_groups for each in group["params"])
 
     def count_anew(self) -> None:
         self._consistency.count_anew()

@@ -1357,6 +1357,39 @@ def test_lbfgs_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[0][2] < 1e-3 < losses[0][0]
 
 
+class OfTwo(torch.optim.SGD):
+    """Steps by another optimizer, as SAM does."""
+
+    def second_step(self) -> None:
+        torch.optim.SGD(self.param_groups).step()
+
+    def step(self, closure: Any = None) -> None:
+        self.second_step()
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+@pytest.mark.parametrize("method", ["step", "second_step"])
+def test_an_optimizer_that_steps_without_its_wrapper_is_named_once(
+    method: str, is_synchronized: bool, world: FakeWorld, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = OfTwo(model.parameters(), lr=0.1)
+    optimizer = zps.DistributedOptimizer(inner, model.named_parameters())
+    other = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    unrelated = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    train_one_step(model, optimizer)
+    other.zero_grad()
+    for _ in range(2):
+        model.loss().backward()
+        unrelated.step()
+        if is_synchronized:
+            optimizer.synchronize()
+            other.drop_step()
+        getattr(inner, method)()
+        inner.zero_grad()
+    warnings = [each for each in caplog.messages if "steps with gradients of this worker alone" in each]
+    assert len(warnings) == (0 if is_synchronized else 2), "one for each wrapper"
+
+
 def test_it_passes_for_the_wrapped_optimizer(optimizer: zps.DistributedOptimizer) -> None:
     assert isinstance(optimizer, torch.optim.SGD)
     assert isinstance(optimizer, zps.DistributedOptimizer)
