@@ -162,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         if self._skip and self._consistency.has_run_backward:
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not (self._skip or self._consistency.is_synchronized):
-            self.synchronize()
+            self._consistency.synchronize()
         self._apply()
         # Only now: if the wrapped optimizer has raised, another call applies the same averages.
         self._consistency.consume()
@@ -209,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """
         check_scaler()
         if not (self._skip or self._consistency.is_synchronized):
-            self.synchronize()
+            self._consistency.synchronize()
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import signal
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -1386,8 +1387,8 @@ def test_an_optimizer_that_steps_without_its_wrapper_is_named_once(
             other.drop_step()
         getattr(inner, method)()
         inner.zero_grad()
-    warnings = [each for each in caplog.messages if "steps with gradients of this worker alone" in each]
-    assert len(warnings) == (0 if is_synchronized else 2), "one for each wrapper"
+    said = [each for each in caplog.messages if "steps with gradients of this worker alone" in each]
+    assert len(said) == (0 if is_synchronized else 2), "one for each wrapper"
 
 
 def test_it_passes_for_the_wrapped_optimizer(optimizer: zps.DistributedOptimizer) -> None:
@@ -1413,6 +1414,29 @@ def test_scaler_in_its_usual_order(
     # Two rows, so that the bias has a gradient of 2.
     assert torch.allclose(before - model.last.bias, torch.tensor(0.4))
     assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("is_by_script", [False, True])
+def test_only_a_script_that_synchronizes_itself_is_warned_in_horovods_words(
+    is_by_script: bool, world: FakeWorld, model: Model
+) -> None:
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if is_by_script:
+                model.loss().backward()
+                optimizer.synchronize()
+                optimizer.step()
+            else:
+                scale_and_step(model, optimizer)
+            optimizer.zero_grad()
+    said = [each for each in caught if "without optimizer.skip_synchronize() context" in str(each.message)]
+    assert len(said) == (2 if is_by_script else 0)
 
 
 def test_of_two_optimizers_of_the_same_parameters_each_needs_a_backward_of_its_own(
