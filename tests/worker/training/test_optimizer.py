@@ -934,6 +934,25 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+def test_step_after_a_synchronize_whose_averages_are_all_zeros_simply_steps(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """They were taken for cleared ones, and pushed again."""
+    for _ in range(2):
+        before = world.pushed.copy()
+        (model.loss() * 0).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert set(names_pushed(world, before).values()) == {1}
+    (model.loss() * 0).backward()
+    optimizer.synchronize()
+    model.zero_grad()
+    before = world.pushed.copy()
+    optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}, "left out, by the script"
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_whose_optimizer_raises_applies_the_same_averages_when_it_is_repeated(
     world: FakeWorld, model: Model, staleness: int

@@ -80,6 +80,8 @@ class GradientSynchronizer(Consistency):
         self._state: StepState = "open"
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
+        self._are_zeros = False
+        """Whether all these averages were zeros."""
         self._steps = StepsInFlight(self.staleness)
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
@@ -97,7 +99,8 @@ class GradientSynchronizer(Consistency):
         if self._state not in SYNCHRONIZED or self._steps.due is not None:
             return False
         # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
-        return not (self._averaged and all(is_cleared(parameter.grad) for parameter in self._averaged))
+        gradients = [parameter.grad for parameter in self._averaged]
+        return not (gradients and all(is_cleared(each, unless_zeros=self._are_zeros) for each in gradients))
 
     def consume(self) -> None:
         self._advance("consumed")
@@ -160,6 +163,7 @@ class GradientSynchronizer(Consistency):
     def _synchronize_pushed(self) -> None:
         taken = self._take_due()
         self._averaged = [each for each in self._agreement.names if each.grad is not None]
+        self._are_zeros = all(is_cleared(each.grad) for each in self._averaged)
         self._advance("averaged in part" if taken is not None and taken.partial else "averaged")
 
     def _add_parameters(self) -> None:
