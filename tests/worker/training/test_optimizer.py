@@ -953,6 +953,20 @@ def test_step_after_a_synchronize_whose_averages_are_all_zeros_simply_steps(
     assert set(names_pushed(world, before).values()) == {1}, "left out, by the script"
 
 
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_gradient_that_is_changed_is_refused_after_fewer_passes_than_expected_too(
+    passes: int, world: FakeWorld, model: Model
+) -> None:
+    """As in the last batches of an epoch."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zps.DistributedOptimizer(sgd, model.named_parameters(), backward_passes_per_step=3)
+    for _ in range(passes):
+        model.loss().backward()
+    nn.utils.clip_grad_value_(model.last.bias, 0.5)
+    with pytest.raises(UsageError, match=r"'last.bias': changed since backward computed it"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_step_whose_optimizer_raises_applies_the_same_averages_when_it_is_repeated(
     world: FakeWorld, model: Model, staleness: int

@@ -349,11 +349,12 @@ class GradientSynchronizer(Consistency):
 
     def _count_pass(self, parameter: Parameter) -> None:
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
-        passes, bucket = self._passes.count(parameter), self._agreement.bucket_of.get(parameter)
+        self._passes.count(parameter)
+        bucket = self._agreement.bucket_of.get(parameter)
         owner = bucket or parameter
         if bucket and bucket.is_on_gpu:
             bucket.note_stream()
-        if passes >= self._passes.per_step and parameter.grad is not None:
+        if parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
