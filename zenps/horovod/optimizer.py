@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -91,6 +91,13 @@ class DistributedOptimizer(worker.DistributedOptimizer):
                 stacklevel=2,
             )
         return super().step(closure)
+
+    def announcing(self, announce: Callable[[bool], None]) -> NoReturn:
+        """Raises UsageError: each step is announced already, for :func:`zenps.horovod.join`."""
+        raise UsageError(
+            "zenps.join: expected optimizers of zenps.DistributedOptimizer, got one of zenps.horovod; call "
+            "hvd.join() after the loop instead"
+        )
 
     def step_for_others(self, *, is_dropped: bool) -> None:
         # The others wait for this rank's gradients in a turn that it has taken already.
