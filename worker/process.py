@@ -81,6 +81,7 @@ class Process:
         self._numbers: defaultdict[str, set[int]] = defaultdict(set)
         """The taken numbers of prefixes, by kind: in this world, or if there is none, in the next one."""
         self._before_leaving: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._after_joining: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
     def has_world(self) -> bool:
@@ -145,6 +146,7 @@ class Process:
             self._config = config
             if not config.cluster.scheduler:
                 self._world = LocalWorld(config)
+                _call(self._after_joining)
                 return
             self._owner = os.getpid()
             # Here, because Python 3.13 clears in a new process of multiprocessing what was registered before.
@@ -162,6 +164,7 @@ class Process:
             finally:
                 self._is_joining = False
             self._scheduler = config.cluster.scheduler
+            _call(self._after_joining)
 
     def leave(self, *, together: bool = False) -> None:
         """Leaves the world; ``together`` first waits a moment for the others. A second call does nothing.
@@ -185,15 +188,17 @@ class Process:
 
     def before_leaving(self, call: Callable[[], None]) -> None:
         """Calls a method, while its object lives, whenever this process leaves together with others."""
-        living = [each for each in self._before_leaving if each() is not None]
-        self._before_leaving = [*living, weakref.WeakMethod(call)]
+        self._before_leaving = _with(self._before_leaving, call)
+
+    def after_joining(self, call: Callable[[], None]) -> None:
+        """Calls a method, while its object lives, whenever this process has joined."""
+        self._after_joining = _with(self._after_joining, call)
 
     def _finish(self, together: bool) -> None:
         # A signal handler that has interrupted a wait cannot wait for the same result, nor for a lock that
         # the interrupted call holds.
-        for reference in self._before_leaving if together and not MASK.has_interrupted else ():
-            if (call := reference()) is not None:
-                call()
+        if together and not MASK.has_interrupted:
+            _call(self._before_leaving)
 
     def leave_at_exit(self) -> None:
         """Leaves when the interpreter ends: by an exception, ``sys.exit``, Ctrl-C or SIGTERM."""
@@ -227,6 +232,19 @@ class Process:
         """Restores the default action of SIGTERM."""
         if _is_main_thread() and signal.getsignal(signal.SIGTERM) == self._exit:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _with(
+    references: list[weakref.WeakMethod[Callable[[], None]]], call: Callable[[], None]
+) -> list[weakref.WeakMethod[Callable[[], None]]]:
+    """Returns the references to living objects, and one to the object of ``call``."""
+    return [*(each for each in references if each() is not None), weakref.WeakMethod(call)]
+
+
+def _call(references: list[weakref.WeakMethod[Callable[[], None]]]) -> None:
+    for reference in references:
+        if (call := reference()) is not None:
+            call()
 
 
 def _is_main_thread() -> bool:

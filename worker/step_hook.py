@@ -1,7 +1,8 @@
 """Optimizer step hook: a warning where an optimizer steps and no gradient was pushed.
 
 Frameworks that wrap the model themselves may silently ignore the communication hook that they are given. Then
-DDP averages gradients in its own way, or nobody averages them.
+DDP averages gradients in its own way, or nobody averages them. Scripts may step the optimizer that a
+:class:`zenps.DistributedOptimizer` wraps: then nobody does, either.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from typing import Protocol
 
+import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .process import PROCESS
 from .world import ClusterWorld
@@ -31,6 +34,19 @@ _REMEDIES = {
 _STEPS = 2
 
 
+class Wrapper(Protocol):
+    """An optimizer that averages gradients for another one.
+
+    Attributes:
+        applies: True while it steps the other one.
+    """
+
+    applies: bool
+
+    def is_bypassed_by(self, optimizer: Optimizer) -> bool:
+        """Returns whether the optimizer would step with gradients that are still to be averaged."""
+
+
 class StepHook:
     """Counts the steps of all optimizers, until a gradient is pushed or the warning is given."""
 
@@ -39,6 +55,27 @@ class StepHook:
         """Weak, because the memory that a world shares is closed with it."""
         self._steps = 0
         self._is_registered = False
+        self._wrappers: weakref.WeakSet[Wrapper] = weakref.WeakSet()
+        self._has_wrapped = False
+
+    def guard(self, wrapper: Wrapper) -> None:
+        """Warns once if another optimizer steps without the wrapper."""
+        self._wrappers.add(wrapper)
+        if not self._has_wrapped:
+            register_optimizer_step_pre_hook(self._before_step)
+            self._has_wrapped = True
+
+    def _before_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        # Lookahead and others call an optimizer of their own.
+        if torch.compiler.is_compiling() or any(wrapper.applies for wrapper in self._wrappers):
+            return
+        for wrapper in [each for each in self._wrappers if each.is_bypassed_by(optimizer)]:
+            self._wrappers.discard(wrapper)
+            logger.warning(
+                "%s steps with gradients of this worker alone: expected step() of its DistributedOptimizer; "
+                "for a step of several, as in SAM, call synchronize() before each (docs/frameworks.md)",
+                type(optimizer).__name__,
+            )
 
     def watch(self) -> None:
         """Begins to count, in the world that this process has joined."""

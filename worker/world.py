@@ -177,7 +177,7 @@ class ClusterWorld(World):
         opened: everything that was opened for this worker; closed last.
 
     Attributes:
-        has_reduced: True once a floating-point tensor was pushed that is not a broadcast.
+        has_reduced: True once a floating-point tensor was pushed that is neither a broadcast nor one number.
     """
 
     is_distributed = True
@@ -223,9 +223,9 @@ class ClusterWorld(World):
         check_request(request)
         if self.is_joining:
             raise self._too_early(f"tensor {request.name!r}")
-        # Messages of ZenPS between ranks, such as those before a broadcast, are integers.
+        # Messages of ZenPS between ranks, as those before a broadcast, are integers; a loss is one number.
         if request.options.is_reduction:
-            self.has_reduced |= request.tensor.is_floating_point()
+            self.has_reduced |= request.tensor.is_floating_point() and request.tensor.numel() > 1
             if self._recorder is not None:
                 self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt, await_file
 from tests.integration.test_interrupts import soon
 from tests.zenps.conftest import Command
-from zenps.errors import TensorError
+from zenps.errors import PeerLostError, TensorError
 from zenps.wire.shared_memory.arena import Arena
 
 LEASE_SECONDS = 2.0
@@ -89,6 +90,67 @@ def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
     with Cluster(settings={"cluster.rejoin_seconds": 3}) as cluster:
         workers = [cluster.start(join_twice, 0.5, rank=rank, init=False) for rank in range(2)]
         assert [worker.result() for worker in workers] == [[[2.0] * 3, [4.0] * 3]] * 2
+        cluster.drain()
+
+
+def go_on_after_an_uneven_end() -> list[Tensor]:
+    """Rank 0 fails in the middle of backward, and leaves. Both go on with their optimizer in a new job."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def fail(gradient: Tensor) -> Tensor:
+        if zps.rank() == 0 and failing:
+            raise ValueError("a bad batch")
+        return gradient
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(10 * number + zps.rank())
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+
+    failing = False
+    model[0].weight.register_hook(fail)
+    zps.init()
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for number in range(3):
+        step(number)
+    saved = optimizer.state_dict()
+    step(3)
+    failing = True
+    try:
+        while True:  # under ssp, rank 1 learns of it some steps later
+            step(4)
+    except (ValueError, PeerLostError):
+        zps.shutdown()
+    failing = False
+    optimizer.load_state_dict(saved)
+    zps.init()
+    zps.broadcast_parameters(model.state_dict())
+    for number in range(3):
+        step(number)
+    optimizer.drain()
+    zps.shutdown()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("consistency", ["bsp", "ssp"])
+@pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
+def test_an_optimizer_goes_on_in_a_new_job_though_the_last_one_has_ended_unevenly(
+    consistency: str, values: str
+) -> None:
+    """What was left of the old job's step was pushed into the new one, for ever another step than others'."""
+    settings = {
+        "cluster.rejoin_seconds": 10,
+        "cluster.deadline_seconds": 10,
+        "sync.bucket_bytes": 1024,
+        "sync.consistency": consistency,
+        "sync.values": values,
+    }
+    with Cluster(settings=settings) as cluster:
+        workers = [cluster.start(go_on_after_an_uneven_end, rank=rank, init=False) for rank in range(2)]
+        first, second = (worker.result() for worker in workers)
+        assert all(torch.equal(*each) for each in zip(first, second, strict=True))
         cluster.drain()
 
 

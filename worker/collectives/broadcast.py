@@ -215,12 +215,21 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     return int(size)
 
 
+class Counting:
+    """An optimizer that refuses gradients of ranks that have counted other steps."""
+
+    def count_anew(self) -> None:
+        """Called on all ranks, once they have loaded equal states."""
+
+
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
 
     All ranks, the root too, load the state by ``optimizer.load_state_dict``, whose hooks run on all. On the
     root, tensors stay the same unless they are expanded. Dtypes are kept, although torch would cast them to
     those of the parameters. Strides are also kept, because fused optimizers expect those of the parameters.
+
+    After one rank alone has thrown a step away, a :class:`DistributedOptimizer` counts steps alike again.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -234,6 +243,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """
     # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
+    if isinstance(optimizer, Counting):
+        optimizer.count_anew()
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:

@@ -67,7 +67,15 @@ class ModelAveraging(Consistency):
 
     @property
     def is_of_this_world(self) -> bool:
+        """Whether this model was averaged in the world that this process has joined, and not only before."""
         return self._name.is_taken
+
+    def begin_anew(self) -> None:
+        self.step = 0
+        self.is_synchronized = False
+
+    def count_anew(self) -> None:
+        """Does nothing: a state has the number of its step."""
 
     def synchronize(self) -> None:
         """Leaves this rank's gradients as they are.

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from zenps.errors import UsageError
@@ -53,6 +54,8 @@ class MomentumCorrection:
         ((factor, nesterov),) = kinds
         self.momentum = Momentum(float(factor), bool(nesterov))
         self._weight_decays = [0.0] * len(groups)
+        self._corrected: dict[Parameter, Tensor] = {}
+        """Gradients that have got their momentum, until the optimizer has stepped with them."""
         self._take()
 
     def _take(self) -> None:
@@ -91,13 +94,16 @@ class MomentumCorrection:
     def apply(self, sparsified: Container[Parameter]) -> None:
         """Adds momentum and weight decay to averaged gradients, before the optimizer steps.
 
+        If the optimizer raises, another call leaves these gradients as they are, until :meth:`forget`.
+
         Args:
             sparsified: the parameters whose gradients have momentum already.
         """
         self._take()
         for group, weight_decay in zip(self._optimizer.param_groups, self._weight_decays, strict=True):
             for parameter in group["params"]:
-                if (gradient := parameter.grad) is None:
+                gradient = parameter.grad
+                if gradient is None or gradient is self._corrected.get(parameter):
                     continue
                 if gradient.is_sparse:
                     if self.momentum.factor or weight_decay:
@@ -113,8 +119,13 @@ class MomentumCorrection:
                     parameter.grad = self._with_momentum(parameter, direction)
                 elif decay is not None:
                     parameter.grad = gradient + self._with_momentum(parameter, decay)
+                self._corrected[parameter] = parameter.grad
 
-    def _with_momentum(self, parameter: Parameter, direction: torch.Tensor) -> torch.Tensor:
+    def forget(self) -> None:
+        """Called once the optimizer has stepped: the next gradients have no momentum yet."""
+        self._corrected.clear()
+
+    def _with_momentum(self, parameter: Parameter, direction: Tensor) -> Tensor:
         """As ``torch.optim.SGD`` does it."""
         factor, nesterov = self.momentum
         if not factor:

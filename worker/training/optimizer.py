@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
-from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ..collectives.broadcast import Counting, broadcast_optimizer_state, broadcast_parameters
 from ..core.request import check_average, check_plain
 from ..process import PROCESS
+from ..step_hook import STEP_HOOK
 from .gradients.agreement import ParameterNames
 from .gradients.consistency import Consistency
 from .gradients.synchronizer import GradientSynchronizer
@@ -30,7 +31,7 @@ STATE = "zenps"
 """The entry of a state that the wrapped optimizer does not have."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer, Counting):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
     Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
@@ -90,7 +91,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"lr=0.1), got {type(optimizer).__name__}"
             )
         self._inner = optimizer
-        self._skip = False
+        self._skip = self.applies = False
         names = ParameterNames(optimizer, named_parameters)
         own = names.trained()
         if PROCESS.world.is_distributed:
@@ -110,7 +111,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             momentum = None if self._correction is None else self._correction.momentum
             self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
         _warn_of_momentum(optimizer)
-        PROCESS.before_leaving(self._drain_before_leaving)
+        PROCESS.after_joining(self._consistency.begin_anew)
+        PROCESS.before_leaving(self.drain)
+        STEP_HOOK.guard(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_inner":  # copy and pickle read attributes before any is set
@@ -145,7 +148,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Synchronises gradients, unless :meth:`synchronize` has since backward, and steps.
 
         ``closure`` is evaluated once, before that: optimizers that evaluate it again are supported without a
-        cluster only.
+        cluster only. If the wrapped optimizer raises, another call applies the same averages.
 
         Raises:
             UsageError: called inside :meth:`skip_synchronize` without :meth:`synchronize` before.
@@ -159,9 +162,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._skip and self._consistency.has_run_backward:
             raise UsageError("step() inside skip_synchronize(): backward has run; call synchronize() before")
         if not (self._skip or self._consistency.is_synchronized):
-            self.synchronize()
-        self._consistency.consume()
+            self._consistency.synchronize()
         self._apply()
+        # Only now: if the wrapped optimizer has raised, another call applies the same averages.
+        self._consistency.consume()
         return result
 
     def drain(self) -> None:
@@ -180,16 +184,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             # Cleared here: if a loop clears gradients after each step, the next backward would add to these.
             self._inner.zero_grad()
 
-    def _drain_before_leaving(self) -> None:
-        # Rounds that an earlier world has left in flight may have ended on some ranks and failed on others.
-        if self._consistency.is_of_this_world:
-            self.drain()
-
     def _apply(self) -> None:
         if self._correction is not None:
             self._correction.apply(self._consistency.sparsified)
         with PROCESS.world.spans("apply") as span:
-            self._inner.step()
+            self.applies = True
+            try:
+                self._inner.step()
+            finally:
+                self.applies = False
+            if self._correction is not None:
+                self._correction.forget()
             self._consistency.after_step()
             if span:
                 span.note(step=self._consistency.applied, staleness=self._consistency.staleness)
@@ -204,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         check_scaler()
         if not (self._skip or self._consistency.is_synchronized):
-            self.synchronize()
+            self._consistency.synchronize()
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -344,6 +349,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._consistency.drop_together():
                 self._apply()
             self._inner.zero_grad()
+
+    def is_bypassed_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not self._consistency.has_run_backward:
+            return False
+        first = next((each for group in optimizer.param_groups for each in group["params"]), None)
+        return any(each is first for group in self._inner.param_groups for each in group["params"])
+
+    def count_anew(self) -> None:
+        self._consistency.count_anew()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

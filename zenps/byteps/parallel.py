@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -65,6 +65,13 @@ class DistributedDataParallel(torch.nn.Module):
         """Whether the gradients since the last forward are averages."""
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        """Raises UsageError. A copy would average gradients on this rank alone, where others have none."""
+        raise UsageError(
+            "a DistributedDataParallel cannot be copied or pickled: expected its module; copy or save "
+            "ddp.module, as in AveragedModel(ddp.module)"
+        )
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         self._is_synchronized = False

@@ -114,8 +114,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
 def join(device: int = -1) -> int:
     """Takes part in the other ranks' sums, averages and optimizer steps until all ranks have called this.
 
-    This rank pushes zeros; averages are still divided by the number of all ranks. Optimizers step here, too,
-    so that weights stay equal.
+    This rank pushes zeros; averages are still divided by the number of all ranks. Its optimizers do not step.
+    In the end they and their parameters become those of the rank that has called this last.
 
     Args:
         device: not needed here; Horovod makes its zeros there.

@@ -28,7 +28,8 @@ def to_plain(value: Any) -> Any:
     ``zenps.broadcast_object`` and ``zenps.allgather_object`` then raise UsageError on all ranks.
 
     Raises:
-        UsageError: a tensor has no memory, such as one on the meta device, or a list contains itself.
+        UsageError: a tensor has no memory, such as one on the meta device; a list contains itself; or a tuple
+            is a namedtuple, whose class other ranks may lack.
     """
     try:
         return _plain(value)
@@ -43,6 +44,11 @@ def _plain(value: Any) -> Any:
             return {_TAG: ["tensor", str(value.dtype), list(value.shape), data]}
         case np.generic():
             return value.item()
+        case tuple() if hasattr(value, "_fields"):
+            raise UsageError(
+                f"cannot send {type(value).__name__}: a namedtuple would arrive as a tuple; pass its "
+                "_asdict(), or make a tuple of it"
+            )
         case tuple() | set() | frozenset():
             kind = next(kind for kind, restored in _COLLECTIONS.items() if isinstance(value, restored))
             return {_TAG: [kind, [_plain(item) for item in value]]}

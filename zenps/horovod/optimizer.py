@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,14 +68,22 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             average=op is Average,
             backward_passes_per_step=backward_passes_per_step,
         )
+        self._synchronized_by_script = -1
+        """The number of the step that the script has synchronized last, by a call of its own."""
         # Scripts for Horovod read this.
         self._parameter_names = {
             each: name for name, each in ParameterNames(optimizer, pairs).trained().items()
         }
         self._consistency.announce = functools.partial(_announce, TURNS.add(self))
 
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._synchronized_by_script = self._consistency.step
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if self._consistency.is_synchronized and not self._skip:
+        # Not if a GradScaler has synchronized, or an earlier call of this, whose optimizer has raised.
+        is_by_script = self._synchronized_by_script == self._consistency.step
+        if is_by_script and self._consistency.is_synchronized and not self._skip:
             # Horovod's words, for scripts that filter them. It averages gradients again here.
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -83,6 +91,13 @@ class DistributedOptimizer(worker.DistributedOptimizer):
                 stacklevel=2,
             )
         return super().step(closure)
+
+    def announcing(self, announce: Callable[[bool], None]) -> NoReturn:
+        """Raises UsageError: each step is announced already, for :func:`zenps.horovod.join`."""
+        raise UsageError(
+            "zenps.join: expected optimizers of zenps.DistributedOptimizer, got one of zenps.horovod; call "
+            "hvd.join() after the loop instead"
+        )
 
     def step_for_others(self, *, is_dropped: bool) -> None:
         # The others wait for this rank's gradients in a turn that it has taken already.

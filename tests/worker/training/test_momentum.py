@@ -60,6 +60,19 @@ def test_the_optimizer_steps_without_what_was_taken(
     assert group["params"][0].tolist() == [1 - 1.375] * 3, "neither momentum nor decay of its own"
 
 
+def test_momentum_is_added_once_if_the_optimizer_raises_and_steps_again(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    first, second = optimizer.param_groups[0]["params"]
+    gradients_of_a_step(optimizer, correction)
+    correction.apply({first})
+    assert (first.grad.tolist(), second.grad.tolist()) == ([1.25] * 3, [1.25] * 2)
+    optimizer.step()
+    correction.forget()
+    correction.apply({first})
+    assert second.grad.tolist() == [1.25 + 0.25 * -0.25 + 0.5 * 1.25] * 2, "a new gradient, equal or not"
+
+
 @pytest.mark.parametrize("decay", [0, 0.0, 0.125])
 def test_a_weight_decay_that_a_script_sets_holds_from_then_on(
     decay: float, optimizer: torch.optim.SGD, correction: MomentumCorrection

@@ -7,6 +7,7 @@ import copy
 import gc
 import pickle
 import signal
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import zenps as zps
 import zenps.byteps as bps
@@ -938,6 +940,68 @@ def test_step_after_synchronize_simply_steps(
         assert torch.allclose(bias - model.last.bias, torch.tensor(0.05))
 
 
+def test_step_after_a_synchronize_whose_averages_are_all_zeros_simply_steps(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """They were taken for cleared ones, and pushed again."""
+    for _ in range(2):
+        before = world.pushed.copy()
+        (model.loss() * 0).backward()
+        optimizer.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert set(names_pushed(world, before).values()) == {1}
+    (model.loss() * 0).backward()
+    optimizer.synchronize()
+    model.zero_grad()
+    before = world.pushed.copy()
+    optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}, "left out, by the script"
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_a_gradient_that_is_changed_is_refused_after_fewer_passes_than_expected_too(
+    passes: int, world: FakeWorld, model: Model
+) -> None:
+    """As in the last batches of an epoch."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zps.DistributedOptimizer(sgd, model.named_parameters(), backward_passes_per_step=3)
+    for _ in range(passes):
+        model.loss().backward()
+    nn.utils.clip_grad_value_(model.last.bias, 0.5)
+    with pytest.raises(UsageError, match=r"'last.bias': changed since backward computed it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_step_whose_optimizer_raises_applies_the_same_averages_when_it_is_repeated(
+    world: FakeWorld, model: Model, staleness: int
+) -> None:
+    """It pushed the averages again, which met the other ranks' next gradients."""
+    world.staleness = staleness
+    optimizer = wrap(model)
+    for _ in range(1 + staleness):
+        train_one_step(model, optimizer)
+
+    def raise_once(*_: object) -> None:
+        hook.remove()
+        raise MemoryError("state of Adam")
+
+    hook = optimizer.register_step_pre_hook(raise_once)
+    before, bias = world.pushed.copy(), model.last.bias.detach().clone()
+    optimizer.zero_grad()
+    model.loss().backward()
+    with pytest.raises(MemoryError, match="Adam"):
+        optimizer.step()
+    assert torch.equal(model.last.bias, bias)
+    optimizer.step()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert torch.allclose(bias - model.last.bias, torch.tensor(0.2))
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    assert set(names_pushed(world, before).values()) == {1}
+
+
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_step_after_a_synchronize_without_averages_simply_steps(
     world: FakeWorld, model: Model, staleness: int
@@ -1110,6 +1174,20 @@ def test_steps_that_were_thrown_away_count_anew_once_a_rank_has_joined(
         optimizer.adopt_agreement(0)
 
 
+def test_steps_that_one_rank_has_thrown_away_count_anew_once_ranks_have_its_state(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    model.loss().backward()
+    optimizer.zero_grad()
+    zps.broadcast_optimizer_state(optimizer)
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    names = [name for name in names_pushed(world, before) if name.startswith("optimizer")]
+    assert names
+    assert not any(world.requests[name].options.given for name in names)
+    assert optimizer._consistency.step == 1
+
+
 def test_one_that_joins_learns_how_many_passes_there_are(
     world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1204,7 +1282,7 @@ def test_a_table_without_a_gradient_stays_dense_until_a_rank_has_joined(
     assert ("dense at present" in given) == (not has_joined)
 
 
-def test_dense_gradient_that_is_sparse_later(world: FakeWorld) -> None:
+def test_dense_gradient_that_is_sparse_later(world: FakeWorld, caplog: pytest.LogCaptureFixture) -> None:
     words = nn.Embedding(10, 2, sparse=True)
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(words.parameters(), lr=1.0))
     words.weight.sum().backward()
@@ -1216,6 +1294,51 @@ def test_dense_gradient_that_is_sparse_later(world: FakeWorld) -> None:
     expected = torch.zeros(10, 2)
     expected[[1, 3]] = 1.0
     torch.testing.assert_close(before - words.weight, expected)
+    for _ in range(2):
+        optimizer.zero_grad()
+        words(torch.tensor([1, 3])).sum().backward()
+        optimizer.step()
+    assert caplog.text.count("gradient of 'parameter0' is sparse now, but was dense in its first step") == 1
+
+
+def make_state_by_a_step_of_zeros(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make_state_for_a_checkpoint(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("make_state", [make_state_by_a_step_of_zeros, make_state_for_a_checkpoint])
+def test_a_table_is_pushed_sparse_after_a_step_of_zeros_that_makes_the_state(
+    make_state: Callable[[Model, zps.DistributedOptimizer], None], world: FakeWorld, model: Model
+) -> None:
+    """It was taken for dense, in all later steps."""
+    optimizer, weights = wrap(model), state_of(model)
+    make_state(model, optimizer)
+    assert all(torch.equal(weights[name], each) for name, each in state_of(model).items())
+    for _ in range(2):
+        train_one_step(model, optimizer)
+    pushed = [each for name, (each, *_) in world.requests.items() if not name.endswith("kinds")]
+    assert sorted(each.is_sparse for each in pushed if each.is_floating_point()) == [False, True]
+
+
+def test_zeros_of_some_ranks_are_those_of_all(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = wrap(model)
+
+    def counts(agreement: ParameterAgreement, has_run_backward: bool) -> list[list[int]]:
+        return [[0, 0, 0, number] for number in range(len(agreement.names))]
+
+    monkeypatch.setattr(ParameterAgreement, "_count_kinds", counts)
+    optimizer.step()
+    none, *zeros = (parameter.grad for parameter in model.parameters())
+    assert none is None
+    assert all(gradient is not None and not gradient.any() for gradient in zeros)
 
 
 @pytest.mark.parametrize(
@@ -1274,6 +1397,39 @@ def test_lbfgs_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses[0][2] < 1e-3 < losses[0][0]
 
 
+class OfTwo(torch.optim.SGD):
+    """Steps by another optimizer, as SAM does."""
+
+    def second_step(self) -> None:
+        torch.optim.SGD(self.param_groups).step()
+
+    def step(self, closure: Any = None) -> None:
+        self.second_step()
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+@pytest.mark.parametrize("method", ["step", "second_step"])
+def test_an_optimizer_that_steps_without_its_wrapper_is_named_once(
+    method: str, is_synchronized: bool, world: FakeWorld, model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = OfTwo(model.parameters(), lr=0.1)
+    optimizer = zps.DistributedOptimizer(inner, model.named_parameters())
+    other = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+    unrelated = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    train_one_step(model, optimizer)
+    other.zero_grad()
+    for _ in range(2):
+        model.loss().backward()
+        unrelated.step()
+        if is_synchronized:
+            optimizer.synchronize()
+            other.drop_step()
+        getattr(inner, method)()
+        inner.zero_grad()
+    said = [each for each in caplog.messages if "steps with gradients of this worker alone" in each]
+    assert len(said) == (0 if is_synchronized else 2), "one for each wrapper"
+
+
 def test_it_passes_for_the_wrapped_optimizer(optimizer: zps.DistributedOptimizer) -> None:
     assert isinstance(optimizer, torch.optim.SGD)
     assert isinstance(optimizer, zps.DistributedOptimizer)
@@ -1297,6 +1453,29 @@ def test_scaler_in_its_usual_order(
     # Two rows, so that the bias has a gradient of 2.
     assert torch.allclose(before - model.last.bias, torch.tensor(0.4))
     assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("is_by_script", [False, True])
+def test_only_a_script_that_synchronizes_itself_is_warned_in_horovods_words(
+    is_by_script: bool, world: FakeWorld, model: Model
+) -> None:
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if is_by_script:
+                model.loss().backward()
+                optimizer.synchronize()
+                optimizer.step()
+            else:
+                scale_and_step(model, optimizer)
+            optimizer.zero_grad()
+    said = [each for each in caught if "without optimizer.skip_synchronize() context" in str(each.message)]
+    assert len(said) == (2 if is_by_script else 0)
 
 
 def test_of_two_optimizers_of_the_same_parameters_each_needs_a_backward_of_its_own(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from io import BytesIO
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import zenps.byteps as bps
@@ -79,6 +84,20 @@ def test_settings_that_need_the_optimizer_are_refused(
     with pytest.raises(UsageError, match=message):
         bps.DistributedDataParallel(nn.Linear(2, 2))
     assert not world.pushed
+
+
+@pytest.mark.parametrize(
+    "take",
+    [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel, lambda model: torch.save(model, BytesIO())],
+)
+def test_a_copy_is_refused_and_that_of_the_module_is_not(
+    take: Callable[[nn.Module], object], world: FakeWorld
+) -> None:
+    model = bps.DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"copy or save ddp.module"):
+        take(model)
+    take(model.module)
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
 
 
 class Branches(nn.Module):

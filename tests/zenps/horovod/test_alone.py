@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import zenps as zps
 import zenps.horovod as hvd
 from zenps.errors import UsageError
 from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
@@ -131,3 +132,9 @@ def test_arguments_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     *earlier, _ = [each() for _, each in TURNS._steppers]
     assert earlier[-1] is optimizer
     assert None not in earlier, "one that was dropped"
+
+
+def test_the_join_of_zenps_names_that_of_horovod() -> None:
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+    with pytest.raises(UsageError, match=r"got one of zenps.horovod; call hvd.join\(\)"), zps.join(optimizer):
+        pass

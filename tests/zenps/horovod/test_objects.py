@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import msgpack
@@ -64,6 +65,14 @@ def test_numpy_scalars_become_numbers() -> None:
 def test_what_has_no_plain_form_is_left_to_be_refused(value: Any) -> None:
     with pytest.raises(TypeError):
         msgpack.packb(to_plain([value]))
+
+
+def test_a_namedtuple_is_refused() -> None:
+    """It arrived as a tuple, which has no names."""
+    pair = namedtuple("Pair", "first second")(1, (2,))
+    with pytest.raises(UsageError, match=r"Pair: a namedtuple .* pass its _asdict\(\)"):
+        to_plain([pair])
+    assert sent([pair._asdict(), tuple(pair)]) == [{"first": 1, "second": (2,)}, (1, (2,))]
 
 
 def test_what_cannot_be_made_plain_is_refused() -> None:

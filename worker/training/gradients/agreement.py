@@ -75,8 +75,10 @@ class ParameterAgreement:
         """True if ranks have agreed on the kind of any gradient."""
         return bool(self.sparse or self.bucket_of)
 
-    def agree_on_kinds(self) -> None:
+    def agree_on_kinds(self, has_run_backward: bool) -> None:
         """Finds out which gradients of unknown kind are sparse on any rank; fuses the dense ones.
+
+        A step of zeros without backward, which makes an optimizer's state, does not tell a gradient's kind.
 
         Raises:
             MismatchError: a gradient is dense on one rank and sparse on another, or sparse by another number
@@ -84,13 +86,15 @@ class ParameterAgreement:
         """
         if not self._unknown:
             return
-        counts = self._count_kinds()
+        counts = self._count_kinds(has_run_backward)
         asked, added = self._unknown[: len(counts)], self._unknown[len(counts) :]
         unknown, dense = [], []
-        for parameter, ranks_by_kind in zip(asked, counts, strict=True):
+        for parameter, (*ranks_by_kind, ranks_of_zeros) in zip(asked, counts, strict=True):
             match [kind for kind, ranks in enumerate(ranks_by_kind) if ranks]:
                 case []:
                     unknown.append(parameter)
+                    if ranks_of_zeros and parameter.grad is None:  # the average of zeros
+                        parameter.grad = torch.zeros_like(parameter)
                 case [0]:
                     dense.append(parameter)
                 case [sparse_dim]:
@@ -109,19 +113,21 @@ class ParameterAgreement:
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
         if added:  # since Ctrl-C has interrupted the round
-            self.agree_on_kinds()
+            self.agree_on_kinds(has_run_backward)
 
-    def _count_kinds(self) -> list[list[int]]:
+    def _count_kinds(self, has_run_backward: bool) -> list[list[int]]:
         """Returns on how many ranks each gradient of unknown kind is of each kind; of a round that Ctrl-C has
         interrupted, those that it asked about.
         """
         if self._asked is None:
-            # Column 0 counts ranks where a gradient is dense, column n those where n dimensions are sparse.
-            columns = 1 + max(1, *(parameter.dim() for parameter in self.names))
+            # Column 0 counts ranks where a gradient is dense, column n those where n dimensions are sparse,
+            # the last one those where it is zeros of no backward.
+            columns = 2 + max(1, *(parameter.dim() for parameter in self.names))
             seen = torch.zeros((len(self._unknown), columns), dtype=torch.int64, device="cpu")
             for index, parameter in enumerate(self._unknown):
                 if (gradient := parameter.grad) is not None:
-                    seen[index, gradient.sparse_dim() if gradient.is_sparse else 0] = 1
+                    tells = has_run_backward or gradient.layout != torch.strided or bool(gradient.any())
+                    seen[index, (gradient.sparse_dim() if gradient.is_sparse else 0) if tells else -1] = 1
             with MASK:
                 self._asked = PROCESS.world.begin(Request(seen, f"{self._prefix}:kinds"))
         try:
@@ -131,6 +137,13 @@ class ParameterAgreement:
             raise
         self._asked = None
         return counts
+
+    def begin_anew(self) -> None:
+        """Forgets kinds, in a new world, unless gradients have residuals."""
+        self._asked = None
+        # A residual has the name of its bucket, which another agreement could give to other parameters.
+        if not PROCESS.world.keeps_residuals:
+            self.sparse, self.bucket_of, self._unknown = {}, {}, list(self.names)
 
     def adopt(
         self, root_rank: int, passes: int, uncounted: Iterable[Parameter]

@@ -36,15 +36,18 @@ class Consistency(ABC):
         """Whether gradients are ready for the step, and backward has not run since."""
 
     @property
-    def is_of_this_world(self) -> bool:
-        """False if this optimizer has rounds only in a world that this process has left."""
-        return True
-
-    @property
     def has_run_backward(self) -> bool:
         """Whether backward has run since the last :meth:`synchronize`, as far as this consistency needs to
         know."""
         return False
+
+    @abstractmethod
+    def begin_anew(self) -> None:
+        """Forgets the steps so far: in a new world other ranks may have had others, or none."""
+
+    @abstractmethod
+    def count_anew(self) -> None:
+        """Counts steps from what all ranks have loaded."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -39,6 +39,12 @@ class BackwardPasses:
         """True if backward has run in this step."""
         return bool(self._counted)
 
+    def begin_anew(self, parameters: Iterable[Parameter]) -> None:
+        """Forgets all steps so far: none has counted the passes of these parameters, which are all."""
+        self._counted.clear()
+        self.most = 0
+        self.uncounted.update(parameters)
+
     def adopt(self, most: int, uncounted: Iterable[Parameter]) -> None:
         """Begins a step anew, and adds what another rank has learned to what this one has."""
         self._counted.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,13 @@ from ...process import PROCESS, Prefix
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
 from .buckets import Bucket, clip_factor
+
+logger = logging.getLogger("zenps.worker")
+
+STEPS_PER_DROP = 100
+"""If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
+none are pushed in vain.
+"""
 
 
 class GradientPushes:
@@ -46,7 +54,7 @@ class GradientPushes:
         self.averages = Averages()
         self.outdated: set[Parameter | Bucket] = set()
         self.sparsified: set[Parameter] = set()
-        self.step = self.drains = self.drops = 0
+        self.count_anew()
         self._staleness = PROCESS.world.staleness
         self._agreement = agreement
         self._prefix = prefix
@@ -55,11 +63,26 @@ class GradientPushes:
         self._residuals = Residuals()
         self._dense: set[Parameter | Bucket] = set()
         """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
+        self._densified: set[Parameter] = set()
+        """Parameters whose gradients are dense by agreement, but were sparse once, as a warning has said."""
 
     def begin_anew(self) -> None:
-        """Forgets what ranks agreed on step by step, because a rank that has joined does not know it."""
+        """Forgets the steps so far, because a rank that has joined does not know them."""
+        self.averages = Averages()
+        self.outdated.clear()
         self._dense.clear()
-        self.step = self.drains = self.drops = 0
+        self._residuals.end_step()
+        self.await_gradients()
+        self.count_anew()
+
+    def count_anew(self, step: int = 0) -> None:
+        """Sets what ranks count to what it is on all of them."""
+        self.step, self.drains, self.drops = step, 0, 0
+
+    @property
+    def are_early(self) -> bool:
+        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
+        return self.drops < 1 + self.step / STEPS_PER_DROP
 
     def end_step(self) -> Averages:
         """Returns the averages of this step, to come, and begins the next."""
@@ -74,9 +97,9 @@ class GradientPushes:
         for bucket in self._agreement.buckets:
             bucket.waiting_for = set(bucket.parameters)
 
-    def push_rest(self) -> None:
+    def push_rest(self, has_run_backward: bool) -> None:
         """Pushes what backward has not pushed."""
-        self._agreement.agree_on_kinds()
+        self._agreement.agree_on_kinds(has_run_backward)
         for parameter in self._agreement.sparse:
             if parameter not in self.averages.handles:
                 self.push_sparse(parameter)
@@ -155,6 +178,7 @@ class GradientPushes:
 
     def push_bucket(self, bucket: Bucket, scale: float = 1.0) -> None:
         """Pushes dense gradients as one tensor, times ``scale``."""
+        self._warn_of_sparse(bucket)
         fused = bucket.fused(scale)
         options = structs.replace(
             self._options(bucket, fused, bucket.parameters),
@@ -174,6 +198,16 @@ class GradientPushes:
                 if isinstance(residual, Tensor):
                     bucket.add_presence(fused, residual.reshape(-1))
         self._begin(bucket, request)
+
+    def _warn_of_sparse(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None and parameter.grad.is_sparse and parameter not in self._densified:
+                self._densified.add(parameter)
+                logger.warning(
+                    "gradient of %r is sparse now, but was dense in its first step: all its rows are pushed, "
+                    "in each step; if it stays sparse, wrap the optimizer again, on all ranks",
+                    self._agreement.names[parameter],
+                )
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
         world = PROCESS.world

@@ -98,8 +98,12 @@ def _device_hash(tensor: Tensor) -> Tensor:
     return torch.cat([sums, words[whole:].long()])
 
 
-def is_cleared(gradient: Tensor | None) -> bool:
-    """Returns whether a gradient is None or zeros, as ``zero_grad()`` leaves it."""
-    if gradient is None:
-        return True
+def is_cleared(gradient: Tensor | None, *, unless_zeros: bool = False) -> bool:
+    """Returns whether a gradient is None or zeros, as ``zero_grad()`` leaves it.
+
+    Args:
+        unless_zeros: the gradient was zeros before, which then say nothing.
+    """
+    if gradient is None or unless_zeros:
+        return gradient is None
     return not (gradient._values() if gradient.is_sparse else gradient).any()

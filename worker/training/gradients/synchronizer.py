@@ -32,11 +32,6 @@ from .step_states import STEP, SYNCHRONIZED, StepEvent, StepState
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-STEPS_PER_DROP = 100
-"""If ``zero_grad()`` drops more than one step in this many, gradients are pushed by ``step()`` only, so that
-none are pushed in vain.
-"""
-
 
 def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorates a function that ``torch.compile`` must not trace, because it sends and waits.
@@ -85,6 +80,8 @@ class GradientSynchronizer(Consistency):
         self._state: StepState = "open"
         self._averaged: list[Parameter] = []
         """The parameters that the last :meth:`synchronize` gave an average."""
+        self._are_zeros = False
+        """Whether all these averages were zeros."""
         self._steps = StepsInFlight(self.staleness)
         self._computed: dict[Parameter, Snapshot] = {}
         """The gradients that backward has computed since the last :meth:`synchronize`, pushed or not yet."""
@@ -102,7 +99,8 @@ class GradientSynchronizer(Consistency):
         if self._state not in SYNCHRONIZED or self._steps.due is not None:
             return False
         # If the script has cleared all averages, it has left their step out, perhaps without this optimizer.
-        return not (self._averaged and all(is_cleared(parameter.grad) for parameter in self._averaged))
+        gradients = [parameter.grad for parameter in self._averaged]
+        return not (gradients and all(is_cleared(each, unless_zeros=self._are_zeros) for each in gradients))
 
     def consume(self) -> None:
         self._advance("consumed")
@@ -116,16 +114,28 @@ class GradientSynchronizer(Consistency):
         self._pushes.step = step
 
     @property
-    def is_of_this_world(self) -> bool:
-        return self._prefix.is_taken
-
-    @property
     def has_run_backward(self) -> bool:
         return self._passes.have_begun
 
     def adopt_agreement(self, root_rank: int) -> None:
         passes = self._passes
         passes.adopt(*self._agreement.adopt(root_rank, passes.most, passes.uncounted))
+        self._forget_steps()
+
+    def begin_anew(self) -> None:
+        # Ranks may have left the last world at different points of a step, or while they agreed on kinds.
+        self._passes.begin_anew(self._agreement.names)
+        self._agreement.begin_anew()
+        self._forget_steps()
+
+    def count_anew(self) -> None:
+        self._pushes.count_anew(self._pushes.step if self.is_periodic else 0)
+
+    def _forget_steps(self) -> None:
+        self._state = "open"
+        self._averaged = []
+        self._steps.clear()
+        self._computed.clear()
         self._pushes.begin_anew()
 
     @untraced
@@ -153,6 +163,7 @@ class GradientSynchronizer(Consistency):
     def _synchronize_pushed(self) -> None:
         taken = self._take_due()
         self._averaged = [each for each in self._agreement.names if each.grad is not None]
+        self._are_zeros = all(is_cleared(each.grad) for each in self._averaged)
         self._advance("averaged in part" if taken is not None and taken.partial else "averaged")
 
     def _add_parameters(self) -> None:
@@ -181,7 +192,8 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: called between backward and the end of its step.
         """
-        if not self.staleness or self._steps.oldest is None:
+        # A world that this process has left may have answered other ranks.
+        if not self.staleness or self._steps.oldest is None or not self._prefix.is_taken:
             return False
         if self.has_run_backward or self.is_synchronized:
             raise UsageError(
@@ -231,17 +243,12 @@ class GradientSynchronizer(Consistency):
             self._advance("refused")
             raise
         # Decided by what all ranks know, not by this rank's pushes: others may have used other parameters.
-        if self._pushes_early and self._agreement.is_known:
+        if self._pushes.are_early and self._agreement.is_known:
             return self.drop_together()
         self._close_step()
         self._passes.end_step()
         self._pushes.await_gradients()
         return False
-
-    @property
-    def _pushes_early(self) -> bool:
-        """False if gradients wait for ``step()`` because too many were thrown away; the same on all ranks."""
-        return self._pushes.drops < 1 + self.step / STEPS_PER_DROP
 
     def drop_together(self) -> bool:
         return self._drop_pushed(all_drop=True)
@@ -267,7 +274,7 @@ class GradientSynchronizer(Consistency):
         error: ZenPSError | None = None
         try:
             disagreement = self._announce(all_drop)
-            self._pushes.push_rest()
+            self._pushes.push_rest(self.has_run_backward)
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
@@ -342,16 +349,17 @@ class GradientSynchronizer(Consistency):
 
     def _count_pass(self, parameter: Parameter) -> None:
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
-        passes, bucket = self._passes.count(parameter), self._agreement.bucket_of.get(parameter)
+        self._passes.count(parameter)
+        bucket = self._agreement.bucket_of.get(parameter)
         owner = bucket or parameter
         if bucket and bucket.is_on_gpu:
             bucket.note_stream()
-        if passes >= self._passes.per_step and parameter.grad is not None:
+        if parameter.grad is not None:
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
             self._pushes.outdated.add(owner)
-        elif self.accumulates or not self._pushes_early or not self._passes.is_last(parameter):
+        elif self.accumulates or not self._pushes.are_early or not self._passes.is_last(parameter):
             return
         elif parameter in self._agreement.sparse:
             self._pushes.push_sparse(parameter)
