@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import gc
 import os
 import socket as net
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -209,9 +210,45 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
         transfer = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype))
         near.submit(pending_of(near, Given(transfer.encoded)))
         assert arena._end == 0, "servers may still read there what other ranks need"
-        near.close()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(arena.fd)
+        near.post(structs.replace(view, epoch=2))
+        near.close()
+    finally:
+        listener.close()
+
+
+def fail(channel: Channel) -> None:
+    channel.post(PeerLostError("the scheduler is gone"))
+
+
+@pytest.mark.parametrize("end", [fail, Channel.close])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_what_was_pushed_stays_for_other_ranks_when_this_one_fails_or_leaves(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics, end: Callable[[Channel], None], is_pooled: bool
+) -> None:
+    view = view_of(1, silent_servers([0]))
+    listener = Listener(server_name(view.servers[0].address), net.SOCK_STREAM, Hello)
+    try:
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        arena = near.arena()
+        assert arena is not None
+        (caller,) = listener.poll(DEADLINE_SECONDS)
+        connection, window = listener.accept(caller, b"a", arena.fd), caller.window
+        values = memoryview(bytes([7]) * COPY_BELOW_BYTES)
+        there = near._servers.share(0, values, is_pooled=is_pooled)
+        offset = arena.find(there)
+        assert offset is not None
+        encoded = whole("t", 1, COPY_BELOW_BYTES)
+        chunks = [structs.replace(chunk, frames=(there,)) for chunk in encoded.chunks]
+        near.submit(pending_of(near, Given(structs.replace(encoded, chunks=chunks))))
+        del there, encoded, chunks
+        end(near)
+        gc.collect()
+        again = arena.copy(memoryview(bytes([8]) * COPY_BELOW_BYTES), is_pooled=is_pooled)
+        assert arena.find(again) != offset, "memory is used again"
+        assert window.read(offset, len(values)) == values
+        connection.close()
     finally:
         listener.close()
 
