@@ -29,7 +29,7 @@ from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, ToServe
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
-from zenps.wire.shared_memory.loans import DROPPED
+from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
 from zenps.worker.core.pending import LeftError, Pending, Waiting
 from zenps.worker.core.request import Options
@@ -265,6 +265,8 @@ def test_a_server_of_this_host_reads_large_values_and_hears_what_is_not_used_any
         (caller,) = listener.poll(DEADLINE_SECONDS)
         connection = listener.accept(caller, b"a", arena.fd)
         connection.settimeout(DEADLINE_SECONDS)
+        sockets._shared_memory[0].tell()
+        assert connection.recv(64) == DROPPED.pack(MAPPED)
 
         small, large = (memoryview(bytes([7]) * (COPY_BELOW_BYTES - less)) for less in (1, 0))
         assert sockets.share(0, small, is_pooled=True) is small
