@@ -31,12 +31,13 @@ from .shared_memory import SharedMemoryPeer
 # push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
 AHEAD_MESSAGES = 2
 
-Process = tuple[str, str, int]
-"""A server's address, host and process number."""
+Process = tuple[str, str, int, bytes]
+"""A server's address, host, process number and public identity. If its container was started again, only the
+identity is another."""
 
 
 def _process_of(server: Member) -> Process:
-    return server.address, server.host, server.pid
+    return server.address, server.host, server.pid, server.identity
 
 
 class ServerSockets:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import socket as net
@@ -216,6 +217,23 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
         near.close()
     finally:
         listener.close()
+
+
+def test_a_server_that_was_started_again_gets_a_connection_of_its_own(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics
+) -> None:
+    """In a container its host, its address and its process number may all be as before."""
+    view = view_of(1, silent_servers([0]))
+    (before,) = view.servers
+    with contextlib.closing(Listener(server_name(before.address), net.SOCK_STREAM, Hello)) as listener:
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        assert len(listener.poll(DEADLINE_SECONDS)) == 1
+        near.post(view_of(2, [before]))
+        assert not listener.poll(), "the same process"
+        near._servers.connectivity.on_answer(0)
+        near.post(view_of(3, [structs.replace(before, identity=b"another")]))
+        assert len(listener.poll(DEADLINE_SECONDS)) == 1
+        assert [*near._servers.connectivity.silent] == [0]
 
 
 def fail(channel: Channel) -> None:
