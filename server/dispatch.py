@@ -88,7 +88,7 @@ class Dispatcher:
             log.once(logger, route, "dropped a message of peer %s: %s", route.hex(), error)
             actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
         else:
-            self._replies.heard_on[descriptor] = peer
+            self._replies.on_heard(descriptor, peer)
         self.execute(actions)
 
     def _handle(self, peer: bytes, route: bytes, frames: Sequence[memoryview]) -> Actions:

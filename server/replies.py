@@ -41,7 +41,6 @@ class ReplySender:
 
     Attributes:
         dropped: the peers that are not served any more, each with the reason.
-        heard_on: by the descriptor of a connection, the peer that was last heard on it.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ReplySender:
         trace: Trace,
     ) -> None:
         self.dropped: dict[bytes, str] = {}
-        self.heard_on: dict[int, bytes] = {}
         self._job = job
         self._address = address
         self._send_queue = send_queue
@@ -107,6 +105,10 @@ class ReplySender:
                 span, rank = SEND_SPANS[type(reply.message)], self._workers.rank_of(peer)
                 self._trace.did(begin_ns, span, **chunk_args(reply.message), rank=rank, bytes=size)
 
+    def on_heard(self, descriptor: int, peer: bytes) -> None:
+        """Notes on which connection a peer was heard: it is cut if the peer stalls."""
+        self._connections.recognise(descriptor, peer)
+
     def is_any_behind(self) -> bool:
         """True while more answers wait for a worker than its send queue may hold."""
         return self._send_queue.is_any_full()
@@ -131,7 +133,4 @@ class ReplySender:
         logger.warning("%s", self.dropped[peer])
         self._metrics.cut_connections.inc()
         self._send_queue.forget(route)
-        # A descriptor of the peer's earlier connection may be another peer's by now: heard_on has the latest.
-        for descriptor in [each for each, heard in self.heard_on.items() if heard == peer]:
-            del self.heard_on[descriptor]
-            self._connections.cut(descriptor)
+        self._connections.cut_peer(peer)

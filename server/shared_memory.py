@@ -20,7 +20,7 @@ from zenps.wire.fields import Shared
 from zenps.wire.messages import Hello
 from zenps.wire.shared_memory.arena import Window, open_arena
 from zenps.wire.shared_memory.handshake import Caller, Listener, server_name
-from zenps.wire.shared_memory.loans import DROPPED, Loans
+from zenps.wire.shared_memory.loans import DROPPED, MAPPED, Loans
 from zenps.wire.sockets import COPY_BELOW_BYTES
 
 logger = logging.getLogger("zenps.server")
@@ -31,12 +31,17 @@ READ_BYTES, MAX_READS = 65536, 16
 
 
 class _Peer:
-    """One worker of this host: its socket, its memory, and what it was lent."""
+    """One worker of this host: its socket, its memory, and what it was lent.
+
+    Attributes:
+        has_mapped: True once the worker can read this server's memory. The system may have refused it.
+    """
 
     def __init__(self, socket: net.socket, window: Window) -> None:
         self.socket = socket
         self.window = window
         self.loans = Loans()
+        self.has_mapped = False
         self._unread = b""
 
     def collect(self) -> bool:
@@ -57,7 +62,10 @@ class _Peer:
         self._unread += data
         whole = len(self._unread) // DROPPED.size * DROPPED.size
         for (offset,) in DROPPED.iter_unpack(self._unread[:whole]):
-            self.loans.drop(offset)
+            if offset == MAPPED:
+                self.has_mapped = True
+            else:
+                self.loans.drop(offset)
         self._unread = self._unread[whole:]
         self.loans.collect()
 
@@ -140,7 +148,9 @@ class SharedMemoryPeers:
         offset = self._arena.find(values)
         if offset is None or peer.loans.lent_bytes + values.nbytes > self._max_lent_bytes:
             return None
-        return offset, values.nbytes
+        if not peer.has_mapped and not peer.collect():
+            self.forget(identity)
+        return (offset, values.nbytes) if peer.has_mapped else None
 
     def lend(self, identity: bytes, shared: Shared, frames: Sequence[memoryview]) -> None:
         """Keeps the last of ``frames``, whose offset a worker was sent, until the worker has dropped it."""

@@ -151,10 +151,10 @@ class Recovery:
         has none, a worker must have a view: a new process in a pod has the host name and number of the one
         before it. With keys, a node can have no other rank than the one with which it registers.
         """
-        is_unknown = message.role == "worker" and message.view is None
-        identities = {public_identity(peer)} if is_unknown else {b"", public_identity(peer)}
+        is_server = message.role == "server"
+        identities = {public_identity(peer)} if message.view is None else {b"", public_identity(peer)}
         alike = self._by_process.get(_process(message), ())
-        ranks = [m.rank for m in alike if m.identity in identities]
+        ranks = [m.rank for m in alike if is_server or m.identity in identities]
         # Containers on a machine's own network share its host name, and each has a process 1.
         if message.rank < 0:
             return next(iter(ranks), None)

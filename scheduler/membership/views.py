@@ -85,15 +85,13 @@ class Views:
         nodes = self._members.with_state("worker", *states)
         workers = tuple(node.member for node in nodes)
         if role == "worker":
-            # Whoever knows a node's routing identity can take over its connection, and workers need no
-            # identities.
+            # A worker's routing identities begin with it, and whoever knows one can take over a connection.
             workers = tuple(msgspec.structs.replace(worker, identity=b"") for worker in workers)
-        servers = (node.member for node in self._members.present("server"))
         view = View(
             epoch=self.epoch,
             rank=0,
             workers=workers,
-            servers=tuple(msgspec.structs.replace(server, identity=b"") for server in servers),
+            servers=tuple(node.member for node in self._members.present("server")),
             owners=self.owners.astype("<u2").tobytes(),
             ring_epoch=self.ring_epoch,
             left=tuple(node.rank for node in nodes if node.state == "left"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket as net
 import time
 import uuid
@@ -72,6 +73,7 @@ def both(server: SharedMemoryPeers, arena: Arena, address: str) -> Iterator[Both
     worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
     assert worker is not None
     server.attend()
+    worker.tell()
     yield Both(server, worker, arena)
     worker.close()
 
@@ -233,6 +235,7 @@ def test_of_a_server_that_is_gone_a_result_stays_and_no_connection(
     worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
     assert worker is not None
     server.attend()
+    worker.tell()
     got = hand_over(Both(server, worker, arena), give(server))
     server.close()
     worker.close()
@@ -248,6 +251,7 @@ def test_a_server_that_is_gone_takes_nothing_along(arena: Arena, address: str) -
     worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
     assert worker is not None
     server.attend()
+    worker.tell()
     got = [hand_over(Both(server, worker, arena), give(server)) for _ in range(2)]
     server.close()
     del server
@@ -284,8 +288,35 @@ def test_nobody_waits_for_an_answer(server: SharedMemoryPeers, arena: Arena, add
     assert worker.find(pushed) is None
     with pytest.raises(ProtocolError, match="a server that shares none"):
         worker.take((0, 1))
+    worker.tell()
+    assert worker.find(pushed) is None
     server.attend()
+    assert server.find(PEER, [give(server)]) is None, "the worker cannot read it yet"
+    worker.tell()
     assert worker.find(pushed) is not None
+    assert server.find(PEER, [give(server)]) is not None
+    worker.close()
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_NOFILE, resource.RLIMIT_AS])
+def test_a_worker_that_cannot_map_the_server_s_memory_is_lent_nothing(
+    server: SharedMemoryPeers, arena: Arena, address: str, caplog: pytest.LogCaptureFixture, limit: int
+) -> None:
+    worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
+    assert worker is not None
+    server.attend()
+    result, pushed = give(server), arena.copy(memoryview(VALUES))
+    limits = resource.getrlimit(limit)
+    resource.setrlimit(limit, (3, limits[1]))
+    try:
+        worker.tell()
+    finally:
+        resource.setrlimit(limit, limits)
+    assert "this process cannot map the memory of a server" in caplog.text
+    assert server.find(PEER, [result]) is None
+    assert PEER not in server._peers
+    worker.tell()
+    assert worker.find(pushed) is None
     worker.close()
 
 
@@ -386,6 +417,7 @@ def greeted(
     while time.monotonic() < until:
         if poller.poll(10):
             server.attend()
+        worker.tell()
         if worker.find(pushed) is not None:
             return True
     return False

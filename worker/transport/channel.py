@@ -116,11 +116,8 @@ class Channel(Waiter):
                     self._release()
 
     def arena(self) -> Arena | None:
-        """Returns memory that servers on this host can read; None if there are none, or after a failure.
-
-        After a failure nothing new is put there: servers may still read earlier pushes for other ranks.
-        """
-        return None if self._rounds.failure else self._servers.arena
+        """Returns memory that servers on this host can read; None if there are none, or after a failure."""
+        return self._servers.arena
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -210,6 +207,7 @@ class Channel(Waiter):
 
     def _lose(self, error: ZenPSError) -> None:
         """Fails all rounds, including one that has ended but whose result was not delivered yet."""
+        self._servers.close_arena()  # rounds drop their pushes, which servers may read later for other ranks
         self._execute(self._rounds.on_lost(error))
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)

@@ -31,12 +31,13 @@ from .shared_memory import SharedMemoryPeer
 # push can overtake them. The second keeps the link busy until a thread has noticed that the first was sent.
 AHEAD_MESSAGES = 2
 
-Process = tuple[str, str, int]
-"""A server's address, host and process number."""
+Process = tuple[str, str, int, bytes]
+"""A server's address, host, process number and public identity. If its container was started again, only the
+identity is another."""
 
 
 def _process_of(server: Member) -> Process:
-    return server.address, server.host, server.pid
+    return server.address, server.host, server.pid, server.identity
 
 
 class ServerSockets:
@@ -96,7 +97,8 @@ class ServerSockets:
 
     @property
     def arena(self) -> Arena | None:
-        """Memory that servers on this host may read; None if there are none. May be read from any thread."""
+        """Memory that servers on this host may read; None if there are none, or once it is closed. May be
+        read from any thread."""
         return self._arena if self._shared_memory else None
 
     def share(self, rank: int, values: memoryview, *, is_pooled: bool) -> memoryview:
@@ -107,11 +109,10 @@ class ServerSockets:
         Args:
             is_pooled: True if the memory is kept for other pushes.
         """
-        if self._arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
+        arena = self._arena  # another thread may close it
+        if arena is None or rank not in self._shared_memory or values.nbytes < COPY_BELOW_BYTES:
             return values
-        if self._arena.find(values) is not None:
-            return values
-        return self._arena.copy(values, is_pooled=is_pooled)
+        return values if arena.find(values) is not None else arena.copy(values, is_pooled=is_pooled)
 
     def send(self, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
         """Queues a push for a server.
@@ -174,9 +175,14 @@ class ServerSockets:
 
     def close(self) -> None:
         """Closes all sockets and the shared memory."""
+        self.close_arena()
         self.follow({}, 0.0)
+
+    def close_arena(self) -> None:
+        """Leaves what was pushed as it is, whoever drops it: servers may still read it for other ranks."""
         if self._arena is not None:
             self._arena.close()
+            self._arena = None
 
     def follow(self, servers: Mapping[int, Member], now: float) -> None:
         """Connects to new servers, also at the address of an older one; closes the sockets to all others."""

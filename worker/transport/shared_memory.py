@@ -7,6 +7,7 @@ server that it has dropped them.
 
 from __future__ import annotations
 
+import logging
 import socket as net
 import weakref
 from collections import deque
@@ -19,15 +20,17 @@ from zenps.wire.fields import Shared
 from zenps.wire.messages import Hello
 from zenps.wire.shared_memory import handshake
 from zenps.wire.shared_memory.arena import Arena, Window
-from zenps.wire.shared_memory.loans import DROPPED
+from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
+
+logger = logging.getLogger("zenps.worker")
 
 
 class SharedMemoryPeer:
     """The connection to a server on this host. Only one thread at a time may use it.
 
-    Pulled values may be dropped on any thread. Until the server has answered the hello, values are sent over
-    the network.
+    Pulled values may be dropped on any thread. Values are sent over the network until the server has answered
+    the hello, or if its memory cannot be mapped.
 
     Args:
         socket: non-blocking, connected to the server, which has not answered yet.
@@ -64,20 +67,21 @@ class SharedMemoryPeer:
         Raises:
             ProtocolError: the server shares no memory, or no such range of it.
         """
-        # The server answers the hello before it sends any offset.
-        if self._window is None and not self._has_answered():
+        if self._window is None:  # a server lends nothing before it was told that its memory is mapped
             raise ProtocolError(
                 "payload", "values in the memory of a server that shares none, expected a frame"
             )
-        assert self._window is not None
         offset, size_bytes = shared
         values = np.frombuffer(self._window.read(offset, size_bytes), np.uint8)
         call_after(values, self._dropped.append, offset)
         return values.data
 
     def tell(self) -> None:
-        """Tells the server which pulled values are not used here any more."""
+        """Tells the server which pulled values are not used here any more, and once that its memory is
+        mapped."""
         run_finalizers()
+        if self._window is None and not self._is_lost:
+            self._map()
         while self._dropped:
             self._unsent += DROPPED.pack(self._dropped.popleft())
         if self._unsent and not self._is_lost:
@@ -86,36 +90,43 @@ class SharedMemoryPeer:
             except BlockingIOError:  # the next call sends it
                 return
             except OSError:  # the server is gone
-                self._is_lost = True
+                self._lose()
 
     def close(self) -> None:
         """Closes the connection once nothing here refers to a value that the server has lent."""
         self.tell()
+        self._lose()
+
+    def _lose(self) -> None:
+        self._is_lost = True
         # From now on only finalizers of pulled values refer to this deque: the last one closes the socket.
         weakref.finalize(self._dropped, self._socket.close).atexit = False
         self._dropped = deque()
 
     def _is_there(self) -> bool:
-        """True if the server has answered, and has not ended since. Otherwise another server may be at its
-        address now."""
+        """True if the server's memory is mapped, and the server has not ended since. Otherwise another server
+        may be at its address now."""
         if self._window is None or self._is_lost:
-            return self._has_answered()
+            return False
         try:
-            self._is_lost = not self._socket.recv(1, net.MSG_PEEK)
+            is_there = bool(self._socket.recv(1, net.MSG_PEEK))
         except BlockingIOError:  # after its answer a server sends nothing
             return True
         except OSError:
-            self._is_lost = True
-        return not self._is_lost
+            is_there = False
+        if not is_there:
+            self._lose()
+        return is_there
 
-    def _has_answered(self) -> bool:
-        """True once the server has answered with its memory."""
-        if self._is_lost:
-            return False
+    def _map(self) -> None:
         try:
             _, self._window = handshake.receive(self._socket, max_bytes=1)
-        except BlockingIOError:
-            return False
-        except OSError:
-            self._is_lost = True
-        return not self._is_lost
+        except BlockingIOError:  # it has not answered yet
+            return
+        except OSError as error:
+            if not isinstance(error, ConnectionError):
+                reason = "this process cannot map the memory of a server"
+                logger.warning("tensors will travel by TCP within this host, too: %s (%s)", reason, error)
+            self._lose()
+            return
+        self._unsent += DROPPED.pack(MAPPED)

@@ -87,6 +87,8 @@ class _Connection(Struct):
     bytes_at_last_message: int
     is_suspect: bool = False
     """True if it had brought too much at the last check."""
+    peer: bytes = b""
+    """Whom its owner has recognised on it; empty if nobody."""
 
 
 class Connections:
@@ -115,6 +117,11 @@ class Connections:
         self._messages += 1
         if descriptor not in self._known and descriptor != -1:
             self._watch(descriptor)
+
+    def recognise(self, descriptor: int, peer: bytes) -> None:
+        """Notes whose message has come from the connection with this descriptor, for :meth:`cut_peer`."""
+        if (known := self._known.get(descriptor)) is not None:
+            known.peer = peer
 
     def cut_endless(self) -> list[str]:
         """Cuts connections that brought too much without completing a message; returns their ``host:port``.
@@ -167,6 +174,11 @@ class Connections:
         with _borrowed(descriptor, known.remote) as borrowed:
             return _shut_down(borrowed) if borrowed is not None else ""
 
+    def cut_peer(self, peer: bytes) -> None:
+        """Cuts all connections on which ``peer`` was recognised last."""
+        for descriptor in [each for each, known in self._known.items() if known.peer == peer]:
+            self.cut(descriptor)
+
     def _endless(self) -> list[int]:
         """Looks at all connections; returns those to cut."""
         endless = []
@@ -196,7 +208,9 @@ class Connections:
     def _watch(self, descriptor: int) -> None:
         if sys.platform == "linux":
             with _borrowed(descriptor) as borrowed:
-                if borrowed is not None:
+                known = self._known.get(descriptor)
+                # Its first message may be taken before its event is read.
+                if borrowed is not None and (known is None or known.remote != borrowed.remote):
                     # The bytes that it has brought so far also count.
                     self._known[descriptor] = _Connection(borrowed.remote, 0)
 

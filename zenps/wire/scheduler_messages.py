@@ -24,7 +24,8 @@ class Member(Struct, frozen=True, array_like=True):
     metrics: Address
     """The address of its Prometheus endpoint."""
     identity: Annotated[bytes, Meta(max_length=255)] = b""
-    """A worker's public identity. Servers accept a rank's pushes only from identities that begin with it."""
+    """The node's public identity, another one for each process. Servers accept a rank's pushes only from
+    identities that begin with a worker's, and workers are told none of a worker."""
 
     def __str__(self) -> str:
         return f"{self.role} {self.rank} (host {self.host}, pid {self.pid})"

@@ -27,7 +27,7 @@ from zenps.wire.identity import public_identity
 from zenps.wire.scheduler_messages import FromScheduler, Heartbeat, HeartbeatReply, Leave, Refused, View
 
 
-def test_routing_identities_are_told_to_servers_alone() -> None:
+def test_identities_of_workers_are_told_to_servers_alone() -> None:
     membership = make_membership()
     sends = gather(membership)
     for number in range(2):
@@ -37,7 +37,9 @@ def test_routing_identities_are_told_to_servers_alone() -> None:
         public_identity(worker(number)) for number in range(2)
     ]
     for view in views.values():
-        assert {node.identity for node in view.servers} == {b""}
+        assert [node.identity for node in view.servers] == [
+            public_identity(server(number)) for number in range(2)
+        ]
     assert {node.identity for node in views[worker(0)].workers} == {b""}
 
 

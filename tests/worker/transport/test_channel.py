@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket as net
 import threading
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +30,7 @@ from zenps.wire.messages import Busy, GiveUp, Hello, Here, Push, Result, Resume,
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
-from zenps.wire.shared_memory.loans import DROPPED
+from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
 from zenps.worker.core.pending import LeftError, Pending, Waiting
 from zenps.worker.core.request import Options
@@ -209,9 +211,62 @@ def test_memory_is_shared_with_servers_of_this_host_until_a_failure(
         transfer = DenseTransfer(tensor, sharding, BufferPool(0), True, Unchanged(tensor.dtype))
         near.submit(pending_of(near, Given(transfer.encoded)))
         assert arena._end == 0, "servers may still read there what other ranks need"
-        near.close()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(arena.fd)
+        near.post(structs.replace(view, epoch=2))
+        near.close()
+    finally:
+        listener.close()
+
+
+def test_a_server_that_was_started_again_gets_a_connection_of_its_own(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics
+) -> None:
+    """In a container its host, its address and its process number may all be as before."""
+    view = view_of(1, silent_servers([0]))
+    (before,) = view.servers
+    with contextlib.closing(Listener(server_name(before.address), net.SOCK_STREAM, Hello)) as listener:
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        assert len(listener.poll(DEADLINE_SECONDS)) == 1
+        near.post(view_of(2, [before]))
+        assert not listener.poll(), "the same process"
+        near._servers.connectivity.on_answer(0)
+        near.post(view_of(3, [structs.replace(before, identity=b"another")]))
+        assert len(listener.poll(DEADLINE_SECONDS)) == 1
+        assert [*near._servers.connectivity.silent] == [0]
+
+
+def fail(channel: Channel) -> None:
+    channel.post(PeerLostError("the scheduler is gone"))
+
+
+@pytest.mark.parametrize("end", [fail, Channel.close])
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_what_was_pushed_stays_for_other_ranks_when_this_one_fails_or_leaves(
+    ctx: zmq.Context[Any], metrics: WorkerMetrics, end: Callable[[Channel], None], is_pooled: bool
+) -> None:
+    view = view_of(1, silent_servers([0]))
+    listener = Listener(server_name(view.servers[0].address), net.SOCK_STREAM, Hello)
+    try:
+        near = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
+        arena = near.arena()
+        assert arena is not None
+        (caller,) = listener.poll(DEADLINE_SECONDS)
+        connection, window = listener.accept(caller, b"a", arena.fd), caller.window
+        values = memoryview(bytes([7]) * COPY_BELOW_BYTES)
+        there = near._servers.share(0, values, is_pooled=is_pooled)
+        offset = arena.find(there)
+        assert offset is not None
+        encoded = whole("t", 1, COPY_BELOW_BYTES)
+        chunks = [structs.replace(chunk, frames=(there,)) for chunk in encoded.chunks]
+        near.submit(pending_of(near, Given(structs.replace(encoded, chunks=chunks))))
+        del there, encoded, chunks
+        end(near)
+        gc.collect()
+        again = arena.copy(memoryview(bytes([8]) * COPY_BELOW_BYTES), is_pooled=is_pooled)
+        assert arena.find(again) != offset, "memory is used again"
+        assert window.read(offset, len(values)) == values
+        connection.close()
     finally:
         listener.close()
 
@@ -228,6 +283,8 @@ def test_a_server_of_this_host_reads_large_values_and_hears_what_is_not_used_any
         (caller,) = listener.poll(DEADLINE_SECONDS)
         connection = listener.accept(caller, b"a", arena.fd)
         connection.settimeout(DEADLINE_SECONDS)
+        sockets._shared_memory[0].tell()
+        assert connection.recv(64) == DROPPED.pack(MAPPED)
 
         small, large = (memoryview(bytes([7]) * (COPY_BELOW_BYTES - less)) for less in (1, 0))
         assert sockets.share(0, small, is_pooled=True) is small

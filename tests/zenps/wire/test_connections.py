@@ -214,6 +214,35 @@ def test_one_connection_can_be_cut(router: tuple[Socket, str, Connections]) -> N
         assert hung_up(peer)
 
 
+def test_a_peer_s_connections_are_cut_and_nobody_s_who_has_its_former_descriptor(
+    router: tuple[Socket, str, Connections],
+) -> None:
+    socket, address, connections = router
+    with connected(address) as first:
+        first.sendall(frame(b"hello"))
+        descriptor, _ = take(socket)
+        connections.on_message(descriptor)
+        connections.recognise(descriptor, b"peer")
+        connections.cut_endless()  # reads the events
+        with connected(address) as second:
+            second.sendall(frame(b"hello"))
+            again, _ = take(socket)
+            connections.on_message(again)
+            connections.recognise(again, b"peer")
+            first.close()
+            until = time.monotonic() + SECONDS
+            while not connections.gone():
+                assert time.monotonic() < until
+            with connected(address) as another:
+                another.sendall(frame(b"hello"))
+                assert take(socket)[0] == descriptor, "it is used again, and nobody is recognised there"
+                connections.cut_endless()
+                connections.cut_peer(b"peer")
+                assert hung_up(second)
+                another.settimeout(0.1)
+                assert not hung_up(another)
+
+
 def test_a_descriptor_that_was_used_again_is_not_cut(router: tuple[Socket, str, Connections]) -> None:
     _, address, connections = router
     with connected(address) as peer, net.create_server(("127.0.0.1", 0)) as other:

@@ -118,7 +118,6 @@ class HierarchicalBackend(Backend):
         self._rounds.close()
         for link in self._links:
             link.close()
-        self._arena.close()
 
     def _connect(self, ranks: Sequence[int]) -> Sequence[Link]:
         """Returns the leader's links to its followers, or a follower's link to the leader."""

@@ -103,4 +103,5 @@ class Follower(HostRounds):
         raise AssertionError("only a leader begins rounds over servers")
 
     def _shut_down(self) -> None:
+        super()._shut_down()
         self._link.shut_down()

@@ -101,6 +101,7 @@ class Leader(HostRounds):
         self._adder.close()
 
     def _shut_down(self) -> None:
+        super()._shut_down()
         for link in self._links:
             link.shut_down()
 

@@ -38,7 +38,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
     Args:
         session: this worker's connections to the cluster.
         servers: over which ranks negotiate and leaders push.
-        arena: the memory that this rank shares with its host.
+        arena: the memory that this rank shares with its host; closed when rounds fail.
     """
 
     _copy_pool: BufferPool | None = None
@@ -83,6 +83,9 @@ class HostRounds(NegotiatedRounds[HostRound]):
     @abstractmethod
     def _on_answer(self, round_: HostRound) -> None:
         """Called at the leader when the round over servers has ended."""
+
+    def _shut_down(self) -> None:
+        self._arena.close()  # rounds drop what they have shared, which other ranks may read later
 
     # ── the thread that waits for servers ───────────────────────────────────────────────────────
 

@@ -12,6 +12,9 @@ from zenps.finalizers import run_finalizers
 DROPPED = struct.Struct("<Q")
 """The message of a worker that has dropped a loan of a server: the offset that the server has named."""
 
+MAPPED = (1 << 64) - 1
+"""Sent once instead of an offset, by a worker that has mapped the server's memory: it can be lent results."""
+
 
 class Loans:
     """The memory that one peer was lent. Used by one thread, except for :meth:`drop`.

@@ -374,6 +374,21 @@ def test_a_follower_keeps_only_the_copy_in_shared_memory(alone: Host) -> None:
     assert not pending.has_ended
 
 
+@pytest.mark.parametrize("size_bytes", [MIB // 2, 2 * MIB], ids=["pooled", "given back"])
+def test_what_a_follower_has_contributed_stays_when_it_fails(alone: Host, size_bytes: int) -> None:
+    """The leader may be adding it, for ranks that have not failed."""
+    pending = alone.follower.begin(Request(torch.full((size_bytes // 4,), 7.0), "t", NO_OPTIONS), ())
+    window = alone.links[0].window
+    contribution = bytes(window.read(0, size_bytes))
+    assert numpy.frombuffer(contribution, numpy.float32).min() == 7
+    alone.follower.fail(PeerLostError("the scheduler is gone"))
+    assert isinstance(outcome_of(pending), PeerLostError)
+    del pending
+    gc.collect()
+    alone.arenas[1].allocate(size_bytes)[1].zero_()
+    assert window.read(0, size_bytes) == contribution
+
+
 def test_a_leader_keeps_only_the_sum_while_servers_add_it(
     beside: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
