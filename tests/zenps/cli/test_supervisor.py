@@ -48,6 +48,13 @@ class Program:
         self.exit_code = self._code
         return self.exit_code is not None
 
+    @property
+    def is_over(self) -> bool:
+        return self.exit_code is not None
+
+    def finish(self) -> None:
+        pass
+
     def how_it_ended(self) -> str:
         return f"exit code {self.exit_code}"
 
@@ -161,7 +168,7 @@ def test_an_end_while_another_is_handled_is_noticed(failing: Any) -> None:
     failing._turn()
     assert first.exit_code == 0
     assert failing._code == 0
-    assert reads == [float("inf"), 0.0, 0.0]
+    assert reads == [float("inf"), 0.0, 0.0, 0.0]
 
 
 def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -> None:
