@@ -85,6 +85,7 @@ NAMES: dict[Role, set[str]] = {
         "zenps_lost_nodes_total",
         "zenps_barriers_total",
         "zenps_late_seconds_total",
+        "zenps_all_late_seconds_total",
         "zenps_stalled_seconds",
         "zenps_cut_connections_total",
         "zenps_refused_connections_total",
