@@ -2,13 +2,15 @@
 
 Schemas are those that Kubernetes publishes, as the package kubernetes-validate has them, in their strict
 form: a field that does not exist is an error. JobSet's own fields are typed here, after its API v1alpha2:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/; what it makes Jobs of is checked as a Job.
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/; what it makes Jobs of is checked as a Job. So are
+those of a PodMonitor: https://prometheus-operator.dev/docs/api-reference/api/.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 import shlex
 import signal
 import subprocess
@@ -89,6 +91,34 @@ class JobSet(_Struct):
     kind: Literal["JobSet"]
     metadata: Document
     spec: JobSetSpec
+
+
+class Selector(_Struct):
+    match_labels: dict[str, str]
+
+
+class Relabeling(_Struct):
+    source_labels: list[str]
+    target_label: str
+
+
+class PodMetricsEndpoint(_Struct):
+    port: str
+    interval: str
+    honor_labels: bool
+    relabelings: list[Relabeling]
+
+
+class PodMonitorSpec(_Struct):
+    selector: Selector
+    pod_metrics_endpoints: list[PodMetricsEndpoint]
+
+
+class PodMonitor(_Struct):
+    api_version: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: Document
+    spec: PodMonitorSpec
 
 
 @functools.cache
@@ -302,6 +332,25 @@ def test_pods_reach_one_another_at_all_ports_and_prometheus_their_metrics_alone(
     assert metrics["ports"] == [{"port": 9101}]
     (prometheus,) = metrics["from"]  # one entry: of that namespace, and of these pods
     assert all(prometheus[which]["matchLabels"] for which in ("namespaceSelector", "podSelector"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("file", FILES)
+def test_the_monitor_gives_each_pod_what_the_rules_need(file: str, role: str) -> None:
+    """As ``docker/prometheus/prometheus.yml`` does."""
+    (document,) = documents("podmonitor.yaml")
+    spec = msgspec.convert(document, PodMonitor).spec
+    (endpoint,) = spec.pod_metrics_endpoints
+    labels = pod(file, role)["metadata"]["labels"]
+    assert spec.selector.match_labels.items() <= labels.items()
+    assert endpoint.port in {port["name"] for port in container(file, role)["ports"]}
+    (relabeling,) = endpoint.relabelings
+    found = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z]', '_', name)}": labels[name] for name in labels}
+    assert [found[source] for source in relabeling.source_labels] == [role]
+    assert relabeling.target_label == "role"
+    ours = yaml.safe_load((MANIFESTS.parent / "prometheus" / "prometheus.yml").read_text())
+    assert endpoint.interval == ours["global"]["scrape_interval"]
+    assert endpoint.honor_labels == ours["scrape_configs"][0]["honor_labels"] is True
 
 
 def test_the_scheduler_s_name() -> None:
