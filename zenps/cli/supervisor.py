@@ -20,6 +20,7 @@ from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
+from .local_clusters import options_for
 from .output import Lines, Output
 from .processes import Guard, Pipe, Process, Program
 from .status import fetch, report_end
@@ -117,7 +118,8 @@ class Supervisor:
 
     def _start_others(self) -> None:
         if self._code is None:
-            self._say(f"zenps status --set cluster.scheduler={self._scheduler_address()} shows this cluster")
+            options = options_for(self._scheduler_address(), self._config.cluster.job)
+            self._say(f"zenps status {options} shows this cluster")
         for name in self._programs:
             # A signal may come between any two.
             if self._code is None and name != "scheduler":

@@ -335,6 +335,14 @@ def test_what_a_signal_finds_not_started_stays_so(whole: Any, interrupted: str) 
 TAKEN = "server 0 ended: exit code 137; server 1 will take its slots"
 
 
+def test_the_command_that_shows_a_cluster_names_its_job(whole: Any) -> None:
+    whole._config = load(sets=["cluster.job=my job"], environ={}).config
+    whole._start_others()
+    assert whole.said == [
+        "zenps status --set cluster.scheduler=host:1 --set 'cluster.job=my job' shows this cluster"
+    ]
+
+
 @pytest.mark.parametrize(
     ("state", "code", "expected", "said"),
     [
