@@ -57,7 +57,17 @@ class SuccessPolicy(_Struct):
     target_replicated_jobs: list[str] = []
 
 
+class FailurePolicyRule(_Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    action: Literal["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+    target_replicated_jobs: list[str] = []
+    on_job_failure_reasons: list[
+        Literal["BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "PodFailurePolicy"]
+    ] = []
+
+
 class FailurePolicy(_Struct):
+    rules: Annotated[list[FailurePolicyRule], Meta(max_length=20)] = []
     max_restarts: int = 0
     restart_strategy: Literal["Recreate", "BlockingRecreate", "InPlaceRestart"] = "Recreate"
 
@@ -286,6 +296,22 @@ def test_scheduler_of_a_failed_job_is_not_tried_again(file: str) -> None:
     assert spec["backoffLimit"] == 10  # killed, it is replaced
 
 
+def test_a_worker_that_is_evicted_is_no_failure() -> None:
+    (jobset,) = (document for document in documents("jobset.yaml") if document["kind"] == "JobSet")
+    policy = msgspec.convert(jobset, JobSet).spec.failure_policy
+    assert policy is not None
+    (rule,) = policy.rules
+    assert rule.action == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule.target_replicated_jobs == ["worker"]
+    assert rule.on_job_failure_reasons == ["PodFailurePolicy"]
+    (fails,) = jobs("jobset.yaml")["worker"]["spec"]["podFailurePolicy"]["rules"]
+    assert fails == {
+        "action": "FailJob",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    assert pod("jobset.yaml", "worker")["spec"]["restartPolicy"] == "Never"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_a_scheduler_that_is_evicted_is_killed_so_that_the_next_one_recovers_its_job(file: str) -> None:
     hook = container(file, "scheduler")["lifecycle"]["preStop"]["exec"]["command"]
@@ -318,7 +344,11 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
             many = msgspec.structs.replace(config.cluster, workers=workers)
             assert most_server_bytes(msgspec.structs.replace(config, cluster=many)) <= limit_bytes
     assert ports == expected
-    assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
+    annotations = pod(file, role)["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(config.metrics.port)
+    # Servers that stay between jobs must not hold their nodes.
+    stays = jobs(file)[role].get("kind") == "StatefulSet"
+    assert (annotations.get("cluster-autoscaler.kubernetes.io/safe-to-evict") == "false") != stays
 
 
 @pytest.mark.parametrize("file", FILES)
