@@ -357,6 +357,7 @@ class _Service:
             self._metrics.live_nodes.labels(role=role).set(self._membership.live(role))
         self._metrics.epoch.set(self._membership.epoch)
         self._metrics.late.seconds = self._membership.late_seconds()
+        self._metrics.total_late.total = self._membership.total_late_seconds()
         self._metrics.stalled.waits = self._membership.stalled(time.monotonic())
 
 

@@ -250,6 +250,7 @@ class _Service:
             "held_bytes": self._rounds.held_bytes,
             "budget_bytes": self._config.cluster.server_budget_bytes,
             "open_rounds": self._rounds.open_rounds,
+            "late_seconds": sum(self._rounds.late.seconds.values()),
         }
 
     def _late(self) -> Late:

@@ -62,7 +62,8 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
     with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
         registry = CollectorRegistry()
         worker_metrics = WorkerMetrics(registry)
-        exporter = metrics.serve(registry, config.metrics.host, config.metrics.port)
+        port = sources.metrics_port_of_worker(config.metrics.port)
+        exporter = metrics.serve(registry, config.metrics.host, port)
         opened.callback(exporter.close)
         spans = Spans(open_trace(config.sync.trace, "worker"))
         opened.callback(spans.trace.close)

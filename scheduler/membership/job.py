@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from zenps.config.settings import ClusterConfig
 from zenps.errors import GONE_ADVICE, listing
-from zenps.wire.scheduler_messages import Refused, Stop
+from zenps.wire.scheduler_messages import Departed, Member, Refused, Stop
 
 from ..observe.stalls import Stalls
 from ..observe.stragglers import Stragglers
@@ -254,7 +255,21 @@ class Job:
         self.barriers.passed = self.recovery.passed_barriers()
         self.recovery.restore_left(now)
         self.until = math.inf
-        lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        missing = self.recovery.missing()
+        sends = self._lose(missing, now)
+        return sends + self._go_on([member for member in missing if member.role == "worker"], now)
+
+    def _lose(self, missing: Sequence[Member], now: float) -> list[Send]:
+        """Members that have not returned to this restarted scheduler are lost."""
+        sends = []
+        for member in missing:
+            reason = f"{member} is lost: it did not return after the scheduler was restarted"
+            sends += to_all(self.members.alive(), Departed(member, True, reason))
+            self.recovery.add_lost(member, now)
+        return sends
+
+    def _go_on(self, lost: Sequence[Member], now: float) -> list[Send]:
+        """The recovery is over; the job goes on without the ``lost`` workers, if it can."""
         if lost and self.can_shrink() and not self.quorum.may_continue():
             gone = listing(self.quorum.missing())
             return self.fail("a worker lost", "lost", f"{gone} {_NOT_RETURNED}")

@@ -13,7 +13,7 @@ from zenps.wire.fields import Role
 from zenps.wire.identity import public_identity
 from zenps.wire.scheduler_messages import Member, Register, View
 
-from .members import Members, Node
+from .members import Members, Node, NodeState
 
 RECOVERY_GRACE_SECONDS = 5.0
 """How much longer than a lease members have to return: ZeroMQ tries to connect every two seconds, and a node
@@ -124,9 +124,13 @@ class Recovery:
         left = self._view.left
         for m in self._view.workers:
             if m.rank in left:
-                peer = str(m).encode()
-                register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
-                self._members.add(Node(peer, register, m.rank, last_heard=now, state="left"))
+                self._members.add(_gone(m, now, "left"))
+
+    def add_lost(self, member: Member, now: float) -> None:
+        """Adds a member that has not returned. It may have returned to another scheduler."""
+        node = _gone(member, now, "lost")
+        node.may_be_elsewhere = True
+        self._members.add(node)
 
     @property
     def _view(self) -> View:
@@ -210,6 +214,12 @@ class Recovery:
             return 0
         is_another = view.incarnation != self._view.incarnation and view.epoch == self._view.epoch
         return view.epoch - is_another
+
+
+def _gone(member: Member, now: float, state: NodeState) -> Node:
+    m = member
+    register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
+    return Node(str(m).encode(), register, m.rank, last_heard=now, state=state)
 
 
 def without_members(view: View) -> View:

@@ -183,6 +183,10 @@ class Membership:
         """Returns how long others have waited for each worker, by rank."""
         return self._job.stragglers.seconds()
 
+    def total_late_seconds(self) -> float:
+        """Returns how long others have waited for all workers together."""
+        return self._job.stragglers.total_seconds()
+
     def stragglers(self, now: float) -> list[str]:
         """Returns a log message for each worker that must be named as a straggler now."""
         workers = {node.rank: node for node in self._job.members.present("worker")}
@@ -219,13 +223,14 @@ class Membership:
     def status(self, now: float) -> Status:
         """Returns what ``zenps status`` and the status page show."""
         owners = self._job.views.owners
+        late_seconds = dict(enumerate(self._job.stragglers.seconds_of_all()))
         return Status(
             job=self._name,
             state=self.state,
             epoch=self.epoch,
             lease_seconds=self._cluster.lease_seconds,
             settings=self._settings,
-            nodes=self._job.members.status(owners, self.late_seconds(), now),
+            nodes=self._job.members.status(owners, late_seconds, now),
             uptime_seconds=round(now - self._began, 3),
             owners=owners.astype("<u2").tobytes(),
             changes=self._changes.newest_first(now),
@@ -331,7 +336,7 @@ class Membership:
         node.load = message.load
         node.rates.update(message.load, now)
         if node.role == "server":
-            job.stragglers.report(node.peer, message.late)
+            job.stragglers.report(node.peer, message.late, message.load.get("late_seconds", 0.0))
         else:
             job.stalls.report(node.rank, message.waits_for, message.waited_seconds, now)
             if 0 <= (step := message.load.get("step", -1.0)) < 1 << 62:  # a load may have NaN or infinity

@@ -2,13 +2,15 @@
 
 Schemas are those that Kubernetes publishes, as the package kubernetes-validate has them, in their strict
 form: a field that does not exist is an error. JobSet's own fields are typed here, after its API v1alpha2:
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/; what it makes Jobs of is checked as a Job.
+https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/; what it makes Jobs of is checked as a Job. So are
+those of a PodMonitor: https://prometheus-operator.dev/docs/api-reference/api/.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import re
 import shlex
 import signal
 import subprocess
@@ -55,7 +57,17 @@ class SuccessPolicy(_Struct):
     target_replicated_jobs: list[str] = []
 
 
+class FailurePolicyRule(_Struct):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    action: Literal["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+    target_replicated_jobs: list[str] = []
+    on_job_failure_reasons: list[
+        Literal["BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "PodFailurePolicy"]
+    ] = []
+
+
 class FailurePolicy(_Struct):
+    rules: Annotated[list[FailurePolicyRule], Meta(max_length=20)] = []
     max_restarts: int = 0
     restart_strategy: Literal["Recreate", "BlockingRecreate", "InPlaceRestart"] = "Recreate"
 
@@ -89,6 +101,34 @@ class JobSet(_Struct):
     kind: Literal["JobSet"]
     metadata: Document
     spec: JobSetSpec
+
+
+class Selector(_Struct):
+    match_labels: dict[str, str]
+
+
+class Relabeling(_Struct):
+    source_labels: list[str]
+    target_label: str
+
+
+class PodMetricsEndpoint(_Struct):
+    port: str
+    interval: str
+    honor_labels: bool
+    relabelings: list[Relabeling]
+
+
+class PodMonitorSpec(_Struct):
+    selector: Selector
+    pod_metrics_endpoints: list[PodMetricsEndpoint]
+
+
+class PodMonitor(_Struct):
+    api_version: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: Document
+    spec: PodMonitorSpec
 
 
 @functools.cache
@@ -256,6 +296,22 @@ def test_scheduler_of_a_failed_job_is_not_tried_again(file: str) -> None:
     assert spec["backoffLimit"] == 10  # killed, it is replaced
 
 
+def test_a_worker_that_is_evicted_is_no_failure() -> None:
+    (jobset,) = (document for document in documents("jobset.yaml") if document["kind"] == "JobSet")
+    policy = msgspec.convert(jobset, JobSet).spec.failure_policy
+    assert policy is not None
+    (rule,) = policy.rules
+    assert rule.action == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule.target_replicated_jobs == ["worker"]
+    assert rule.on_job_failure_reasons == ["PodFailurePolicy"]
+    (fails,) = jobs("jobset.yaml")["worker"]["spec"]["podFailurePolicy"]["rules"]
+    assert fails == {
+        "action": "FailJob",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
+    assert pod("jobset.yaml", "worker")["spec"]["restartPolicy"] == "Never"
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_a_scheduler_that_is_evicted_is_killed_so_that_the_next_one_recovers_its_job(file: str) -> None:
     hook = container(file, "scheduler")["lifecycle"]["preStop"]["exec"]["command"]
@@ -288,7 +344,11 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
             many = msgspec.structs.replace(config.cluster, workers=workers)
             assert most_server_bytes(msgspec.structs.replace(config, cluster=many)) <= limit_bytes
     assert ports == expected
-    assert pod(file, role)["metadata"]["annotations"]["prometheus.io/port"] == str(config.metrics.port)
+    annotations = pod(file, role)["metadata"]["annotations"]
+    assert annotations["prometheus.io/port"] == str(config.metrics.port)
+    # Servers that stay between jobs must not hold their nodes.
+    stays = jobs(file)[role].get("kind") == "StatefulSet"
+    assert (annotations.get("cluster-autoscaler.kubernetes.io/safe-to-evict") == "false") != stays
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -302,6 +362,25 @@ def test_pods_reach_one_another_at_all_ports_and_prometheus_their_metrics_alone(
     assert metrics["ports"] == [{"port": 9101}]
     (prometheus,) = metrics["from"]  # one entry: of that namespace, and of these pods
     assert all(prometheus[which]["matchLabels"] for which in ("namespaceSelector", "podSelector"))
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("file", FILES)
+def test_the_monitor_gives_each_pod_what_the_rules_need(file: str, role: str) -> None:
+    """As ``docker/prometheus/prometheus.yml`` does."""
+    (document,) = documents("podmonitor.yaml")
+    spec = msgspec.convert(document, PodMonitor).spec
+    (endpoint,) = spec.pod_metrics_endpoints
+    labels = pod(file, role)["metadata"]["labels"]
+    assert spec.selector.match_labels.items() <= labels.items()
+    assert endpoint.port in {port["name"] for port in container(file, role)["ports"]}
+    (relabeling,) = endpoint.relabelings
+    found = {f"__meta_kubernetes_pod_label_{re.sub('[^a-z]', '_', name)}": labels[name] for name in labels}
+    assert [found[source] for source in relabeling.source_labels] == [role]
+    assert relabeling.target_label == "role"
+    ours = yaml.safe_load((MANIFESTS.parent / "prometheus" / "prometheus.yml").read_text())
+    assert endpoint.interval == ours["global"]["scrape_interval"]
+    assert endpoint.honor_labels == ours["scrape_configs"][0]["honor_labels"] is True
 
 
 def test_the_scheduler_s_name() -> None:

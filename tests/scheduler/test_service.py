@@ -227,8 +227,8 @@ def test_each_loss_is_counted_and_logged_once_after_many_other_messages(
 
 def test_the_metrics_agree_with_a_status(scheduler: _Service, registry: CollectorRegistry) -> None:
     stragglers = scheduler._membership._job.stragglers
-    stragglers.report(b"server", {})
-    stragglers.report(b"server", {1: 4.0})
+    stragglers.report(b"server", {}, 0.0)
+    stragglers.report(b"server", {1: 4.0}, 4.0)
     scheduler._send([Send(b"admin client", scheduler._membership.status(0.0))])
     assert registry.get_sample_value("zenps_late_seconds_total", {"rank": "1"}) == 4.0
 

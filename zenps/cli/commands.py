@@ -17,7 +17,7 @@ from typing import Final
 from zenps.config.settings import Config
 from zenps.config.sources import Loaded, describe, load, rank_from_environment, require_cluster
 from zenps.errors import ConfigError, ZenPSError, listing
-from zenps.keys import LIST_NAME, generate, load_keys
+from zenps.keys import LIST_NAME, generate, load_any_keys, load_keys
 from zenps.observe.log import setup as setup_log
 from zenps.termination import TERMINATION
 
@@ -195,7 +195,7 @@ def _status(args: argparse.Namespace) -> int:
     from .printing import show_status, watch_status
     from .status import fetch
 
-    keys = load_keys(config.security, "operator")
+    keys = load_any_keys(config.security)
     ask = partial(fetch, config.cluster, args.timeout_seconds, keys)
     if args.json:
         print(to_json(ask()))

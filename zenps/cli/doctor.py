@@ -24,7 +24,7 @@ from zenps.config.sources import (
 )
 from zenps.errors import ConfigError, DeadlineError, listing
 from zenps.kernels.native.library import ADVICE, open_library
-from zenps.keys import load_keys
+from zenps.keys import load_any_keys
 from zenps.schemes.registry import scheme_of
 from zenps.wire.addresses import bindable, find_host, why_unreachable
 from zenps.wire.scheduler_messages import Status
@@ -188,9 +188,11 @@ def _metrics_port(config: Config) -> Check:
 
 def _keys(config: Config) -> Check:
     try:
-        keys = load_keys(config.security, "operator")
+        keys = load_any_keys(config.security)
     except ConfigError as error:
-        return Check("keys", "fail", str(error), "zenps keygen makes keys")
+        return Check(
+            "keys", "fail", str(error), "zenps keygen makes keys for all nodes; copy this node's here"
+        )
     if keys is None:
         return Check("keys", "ok", "none: for machines that trust one another")
     return Check("keys", "ok", f"that of {keys.name}, one of {len(keys.listed.owners)} in {keys.listed.file}")
@@ -263,7 +265,7 @@ def _scheduler(config: Config, *, is_shared: bool = False) -> Iterator[Check]:
         yield Check("scheduler", "fail", f"{address}: {reason}", advice)
         return
     try:
-        status = fetch(config.cluster, TIMEOUT_SECONDS, load_keys(config.security, "operator"))
+        status = fetch(config.cluster, TIMEOUT_SECONDS, load_any_keys(config.security))
     except ConfigError as error:
         yield Check("scheduler", "fail", str(error), "give both the same security.keys")
         return

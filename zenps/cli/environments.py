@@ -64,6 +64,8 @@ def environments(
         elif role == "server":
             environment |= {"RANK": rank} | _own_port("cluster.server_port", cluster.server_port, int(rank))
         elif torchrun_env:
+            # A worker adds its LOCAL_RANK, which is its rank here.
+            environment |= _own_port("metrics.port", config.metrics.port, 1 + cluster.servers)
             size = str(cluster.workers)
             values = (rank, rank, size, size, _LOOPBACK, master_port)
             environment |= dict(zip(_TORCHRUN, values, strict=True))

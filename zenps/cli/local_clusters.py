@@ -30,6 +30,12 @@ _MAX_BYTES: Final = 1 << 16
 """How much of a file is read; no scheduler writes more."""
 
 
+def options_for(address: str, job: str) -> str:
+    """Returns the options of a shell's command line with which ``zenps status`` asks about this job."""
+    options = f"--set cluster.scheduler={address}"
+    return options if job == ClusterConfig().job else f"{options} --set {shlex.quote(f'cluster.job={job}')}"
+
+
 class LocalCluster(msgspec.Struct, frozen=True):
     """A scheduler's description of its cluster. Nothing in it is secret.
 
@@ -47,9 +53,7 @@ class LocalCluster(msgspec.Struct, frozen=True):
     folder: str
 
     def __str__(self) -> str:
-        options = f"--set cluster.scheduler={self.address}"
-        if self.job != ClusterConfig().job:
-            options += " --set " + shlex.quote(f"cluster.job={self.job}")
+        options = options_for(self.address, self.job)
         return f"{options} ({self.workers} worker(s), {self.servers} server(s), started in {self.folder!r})"
 
     def configure(self, config: Config) -> Config:

@@ -12,12 +12,17 @@ import socket as net
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
 from .exit_codes import SIGNALLED
+
+LINGER_SECONDS: Final = 0.75
+"""How long the other processes of a group may run after their program: Python's resource tracker unlinks the
+shared memory of a program that has crashed."""
 
 TERMINAL_ROWS: Final = 24
 _GUARD: Final = Path(__file__).with_name("guard.py")
@@ -85,6 +90,7 @@ class Process:
         name: that of the program.
         exit_code: as a shell shows it: 128 + n after signal n; None while the program runs.
         pipes: from which its output is read.
+        is_over: True if no process of its group is left.
 
     Raises:
         OSError: the program cannot be started.
@@ -99,7 +105,11 @@ class Process:
     ) -> None:
         self.name = program.name
         self.exit_code: int | None = None
+        self.is_over = False
         self._guard = guard
+        self._killed_by = 0
+        self._ended_at = 0.0
+        self._linger_seconds = LINGER_SECONDS
         environment = program.environment
         if terminal_columns is None:
             (out, child_out), (err, child_err) = os.pipe(), os.pipe()
@@ -132,27 +142,47 @@ class Process:
         return self.name.startswith("worker")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the whole group, if the program has not ended."""
-        if self.exit_code is None:
-            _signal_group(self._popen.pid, number)
+        """Sends a signal to the whole group. After SIGTERM, the group may run until SIGKILL.
+
+        SIGKILL is for the program itself; the rest of the group follows after :data:`LINGER_SECONDS`.
+        """
+        if self.is_over:
+            return
+        if number == signal.SIGTERM:
+            self._linger_seconds = float("inf")
+        if number != signal.SIGKILL:
+            return _signal(os.killpg, self._popen.pid, number)
+        self._linger_seconds = LINGER_SECONDS
+        _signal(os.kill, self._popen.pid, number)
 
     def has_ended(self) -> bool:
-        """True if the program has ended. Then its process group is killed, and ``exit_code`` is set."""
+        """True if the program has ended. Then ``exit_code`` is set; its group may run on: :meth:`finish`."""
         if self.exit_code is not None:
             return True
-        pid = self._popen.pid
-        info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        # Until the program is reaped, no other process or group can get its number.
+        info = os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
         if info is None:
             return False
-        # Until the leader is reaped, no other process can get its number.
-        _signal_group(pid, signal.SIGKILL)
-        self._guard.report(f"-{pid}")
-        self.exit_code = info.si_status if info.si_code == os.CLD_EXITED else SIGNALLED + info.si_status
-        self._popen.wait()
+        self._killed_by = 0 if info.si_code == os.CLD_EXITED else info.si_status
+        self.exit_code = SIGNALLED + self._killed_by if self._killed_by else info.si_status
+        self._ended_at = time.monotonic()
         return True
 
+    def finish(self) -> None:
+        """Sets ``is_over`` if no process of the group is left. Kills the group if its time is over."""
+        group = self._popen.pid
+        if self.is_over or not self.has_ended():
+            return
+        if time.monotonic() < self._ended_at + self._linger_seconds and _has_members(group):
+            return
+        _signal(os.killpg, group, signal.SIGKILL)
+        self._guard.report(f"-{group}")
+        # Before it is reaped: a signal handler may come, and sends signals to groups that are not over.
+        self.is_over = True
+        self._popen.wait()
+
     def is_gone(self, pid: int) -> bool:
-        """True if no process has this number, or one of this group, which is killed when the program ends."""
+        """True if no process has this number, or one of this group, which ends soon after the program."""
         try:
             return os.getpgid(pid) == self._popen.pid
         except ProcessLookupError:
@@ -160,14 +190,32 @@ class Process:
 
     def how_it_ended(self) -> str:
         """Returns a text such as ``exit code 3``, or ``killed by signal 9 (Killed)``."""
-        code = self._popen.returncode
-        return f"killed by signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+        number = self._killed_by
+        if not number:
+            return f"exit code {self.exit_code}"
+        return f"killed by signal {number} ({signal.strsignal(number)})"
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    # Perhaps we may not signal any process of the group, as under sudo. It then ends by itself.
+def _signal(send: Callable[[int, int], None], whom: int, number: signal.Signals) -> None:
+    # Perhaps we may not signal any of these processes, as under sudo. They then end by themselves.
     with contextlib.suppress(PermissionError):
-        os.killpg(group, number)
+        send(whom, number)
+
+
+def _has_members(group: int) -> bool:
+    """True if a process of the group runs, other than the one that led it."""
+    return any(_runs_in(group, int(name)) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _runs_in(group: int, pid: int) -> bool:
+    try:
+        # The call is much faster than the file, and nearly all processes are of other groups.
+        if pid == group or os.getpgid(pid) != group:
+            return False
+        # A zombie does not run. In a container, nobody may reap those whose parent is gone.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False  # it has ended just now
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
 from .exit_codes import CANNOT_START, FAILED, SIGNALLED
+from .local_clusters import options_for
 from .output import Lines, Output
 from .processes import Guard, Pipe, Process, Program
 from .status import fetch, report_end
@@ -36,6 +37,9 @@ STATUS_SECONDS: Final = 1.0
 
 MAX_SCHEDULER_DEATHS: Final = 3
 """A scheduler that is killed more often than this is not restarted."""
+
+LOOK_SECONDS: Final = 0.05
+"""How often it is checked whether what a program has left behind has ended."""
 
 SETTLE_SECONDS: Final = 2.0
 """After a failure: how long a worker that has left the cluster may take to end. It is part of the grace."""
@@ -76,7 +80,7 @@ class Supervisor:
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()
         self._start_others()
-        while self._running():
+        while self._left():
             self._turn()
         return self._code or 0
 
@@ -114,7 +118,8 @@ class Supervisor:
 
     def _start_others(self) -> None:
         if self._code is None:
-            self._say(f"zenps status --set cluster.scheduler={self._scheduler_address()} shows this cluster")
+            options = options_for(self._scheduler_address(), self._config.cluster.job)
+            self._say(f"zenps status {options} shows this cluster")
         for name in self._programs:
             # A signal may come between any two.
             if self._code is None and name != "scheduler":
@@ -150,15 +155,20 @@ class Supervisor:
 
     def _turn(self) -> None:
         """Waits for output or the end of a process, and handles it."""
-        self._read(max(self._grace_ends - time.monotonic(), 0.0))
+        wait_seconds = max(self._grace_ends - time.monotonic(), 0.0)
+        self._read(min(wait_seconds, LOOK_SECONDS) if self._left() != self._running() else wait_seconds)
         if self._output.failure is not None and self._code is None:
             is_unread = isinstance(self._output.failure, BrokenPipeError)
             self._end(SIGNALLED + signal.SIGPIPE if is_unread else FAILED)
         # Look at all processes again after each end: handling one end may consume the only notice of another.
         while self._reap():
             pass
+        for process in self._processes:
+            process.finish()
+        if not self._left():
+            self._read_remaining_output()
         if time.monotonic() >= self._grace_ends:
-            left, number = ", ".join(self._running()), self._signals[0].name
+            left, number = ", ".join(self._left()), self._signals[0].name
             self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number}")
             self._send_next_signal()
 
@@ -349,6 +359,10 @@ class Supervisor:
     def _running(self, role: str = "") -> list[str]:
         """Returns the names of the processes that have not ended, of one role or of all."""
         return [p.name for p in self._processes if p.name.startswith(role) and p.exit_code is None]
+
+    def _left(self) -> list[str]:
+        """Returns the names of the processes that have not ended with all that they have started."""
+        return [process.name for process in self._processes if not process.is_over]
 
     def _scheduler_address(self) -> str:
         return self._address.decode().strip()

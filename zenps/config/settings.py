@@ -322,7 +322,12 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "127.0.0.1"
     )
     port: Annotated[
-        int, Meta(description="port to serve /metrics on; 0: any free port; -1: off", ge=-1, le=65535)
+        int,
+        Meta(
+            description="port to serve /metrics on; a worker adds its LOCAL_RANK; 0: any free port; -1: off",
+            ge=-1,
+            le=65535,
+        ),
     ] = 0
 
 

@@ -191,6 +191,21 @@ def local_rank_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     return _integer(environ, "LOCAL_RANK", at_least=0) or 0
 
 
+def metrics_port_of_worker(first: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Returns the port of a worker's metrics, where ``metrics.port`` is ``first``.
+
+    The workers of a host have the same settings. So each adds its rank there to a fixed port.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    port = first + local_rank_from_environment(environ) if first > 0 else first
+    if port > 65535:
+        allowed = f"a port that leaves room for {port - first} more after it, or 0 for any free"
+        raise ConfigError("metrics.port", first, allowed)
+    return port
+
+
 def local_size_from_environment(environ: Mapping[str, str] = os.environ) -> int:
     """The number of workers on this host (torchrun's ``LOCAL_WORLD_SIZE``); 1 if it is not set."""
     return _integer(environ, "LOCAL_WORLD_SIZE", at_least=1) or 1

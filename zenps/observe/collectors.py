@@ -21,9 +21,10 @@ from prometheus_client.utils import floatToGoString
 
 from .lateness import MAX_RANKS, latest
 
-DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(16))
-"""In seconds, 100 µs to 10 s, three to a decade. The client's own buckets begin at 5 ms, but most rounds are
-shorter."""
+DURATION_BUCKETS: Final = tuple(round(1e-4 * 10 ** (step / 3), 6) for step in range(22))
+"""In seconds, 100 µs to 1000 s, three to a decade. The client's own buckets begin at 5 ms, but most
+rounds are shorter. A quantile is never above the last bucket, and rounds over slow links take tens of
+seconds."""
 
 _VARYING: Final = re.compile(r"( of rank\(s\) .*)?, step \d+$")
 """The part of the description of a stall that differs from stall to stall."""

@@ -256,6 +256,10 @@ class SchedulerMetrics(_ListenerMetrics):
             "zenps_barriers_total", "Barriers ended, by outcome.", outcome=("completed", "failed")
         )
         self.late = Late("Seconds that barriers and servers have waited for a worker.", registry)
+        self.total_late = self._tally(
+            "zenps_all_late_seconds_total",
+            "Seconds that barriers and servers have waited for all workers together.",
+        )
         self.stalled = Stalled(registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
 

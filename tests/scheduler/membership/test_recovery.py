@@ -306,6 +306,17 @@ def test_a_server_that_does_not_return_is_lost() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert after.on_tick(LEASE_SECONDS + RECOVERY_GRACE_SECONDS) == []
     sends = after.on_tick(ENOUGH_SECONDS)
+    told = sent(sends, Departed)
+    assert told.keys() == {worker(0), worker(1), server(1)}
+    assert {(str(departed.member), departed.lost, departed.reason) for departed in told.values()} == {
+        (
+            "server 0 (host box, pid 50)",
+            True,
+            "server 0 (host box, pid 50) is lost: it did not return after the scheduler was restarted",
+        )
+    }
+    states = {(node.role, node.rank): node.state for node in after.status(20.0).nodes}
+    assert states["server", 0] == "lost"
     assert {peer: (view.epoch, view.ring_epoch) for peer, view in sent(sends, View).items()} == {
         server(1): (2, 2)
     }

@@ -86,6 +86,16 @@ def test_messages_of_a_node_that_has_left_are_ignored(message: ToScheduler) -> N
     assert membership.status(5.0) == before
 
 
+def test_workers_that_no_server_reports_have_their_mean_in_the_status() -> None:
+    membership = running(workers=3)
+    for seconds in (0.0, 4.0):
+        load, late = {"late_seconds": 2 * seconds}, {1: seconds} if seconds else {}
+        membership.on_message(server(0), Heartbeat(1, load, late), 1.0)
+    late_seconds = {n.rank: n.late_seconds for n in membership.status(1.0).nodes if n.role == "worker"}
+    assert late_seconds == {0: 2.0, 1: 4.0, 2: 2.0}
+    assert (membership.late_seconds(), membership.total_late_seconds()) == ({1: 4.0}, 8.0)
+
+
 def test_a_straggler_is_named_with_what_barriers_and_servers_waited() -> None:
     membership = running()
     assert membership.stragglers(0.0) == []

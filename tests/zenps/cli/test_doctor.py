@@ -86,6 +86,12 @@ def test_keys(tmp_path: Path) -> None:
     generate(tmp_path / "keys", workers=1, servers=1)
     secured = (f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={tmp_path}/keys")
     assert examined(*secured)["keys"].found.startswith("that of operator, one of 4 in ")
+    for name in ("operator", "scheduler", "worker-0"):
+        (tmp_path / f"keys/{name}.secret").rename(tmp_path / f"{name}.secret")
+    check = examined(*secured)["keys"]
+    assert check.verdict == "ok", "a server's machine has its own key alone"
+    assert check.found.startswith("that of server-0, one of 4 in ")
+    (tmp_path / "operator.secret").rename(tmp_path / "keys/operator.secret")
     (tmp_path / "keys/operator.secret").chmod(0o644)
     check = examined(*secured)["keys"]
     assert (check.verdict, "chmod 600" in check.found) == ("fail", True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zenps.cli.environments import environments
-from zenps.config.sources import load, rank_from_environment
+from zenps.config.sources import load, metrics_port_of_worker, rank_from_environment
 from zenps.errors import ConfigError
 from zenps.keys import generate
 
@@ -65,10 +65,28 @@ def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch: pytest.Mon
 
 
 def test_fixed_ports_are_counted_up() -> None:
-    found = of("cluster.servers=2", "metrics.port=9100", "cluster.server_port=7000")
-    ports = [load(environ=environment).config for environment in found.values()]
-    assert [config.metrics.port for config in ports] == [9100, 9101, 9102, 9103]
-    assert [config.cluster.server_port for config in ports[1:3]] == [7000, 7001]
+    settings = ("cluster.workers=2", "cluster.servers=2", "metrics.port=9100", "cluster.server_port=7000")
+    for torchrun_env in (True, False):
+        found = of(*settings, torchrun_env=torchrun_env)
+        configs = {name: load(environ=environment).config for name, environment in found.items()}
+        ports = {
+            name: metrics_port_of_worker(config.metrics.port, found[name])
+            if name.startswith("worker")
+            else config.metrics.port
+            for name, config in configs.items()
+        }
+        assert [*ports.values()] == [9100, 9101, 9102, 9103, 9104]
+        servers = [config.cluster.server_port for name, config in configs.items() if "server" in name]
+        assert servers == [7000, 7001]
+
+
+def test_workers_of_a_host_add_their_rank_there_to_a_fixed_port() -> None:
+    """As torchrun starts them, with the same settings."""
+    ports = [metrics_port_of_worker(9100, {"LOCAL_RANK": str(rank)}) for rank in range(3)]
+    assert ports == [9100, 9101, 9102]
+    assert [metrics_port_of_worker(port, {"LOCAL_RANK": "1"}) for port in (0, -1)] == [0, -1]
+    with pytest.raises(ConfigError, match=r"metrics\.port = 65535.* room for 1 more"):
+        metrics_port_of_worker(65535, {"LOCAL_RANK": "1"})
 
 
 def test_a_machine_without_ipv4_loopback_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

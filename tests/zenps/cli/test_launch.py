@@ -379,6 +379,60 @@ def test_second_signal_kills_at_once(zenps: Any) -> None:
     assert_nothing_is_left(zenps)
 
 
+SAVING = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_a_worker_within_a_shell_may_save_its_state(
+    zenps: Any, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The shell that waits for it ends at once."""
+    saved = tmp_path / "saved"
+    shell = ["sh", "-c", '"$@"; exit $?', "sh", *PYTHON, SAVING, str(saved)]
+    popen = zenps.start("launch", "--", *shell)
+    assert "up" in popen.stdout.readline()
+    popen.send_signal(number)
+    _, err = popen.communicate(timeout=60)
+    assert saved.exists()
+    assert "not ended after" not in err
+    assert popen.returncode == 128 + number
+    assert_nothing_is_left(zenps)
+
+
+SHARING = """
+from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.resource_tracker import _resource_tracker as tracker
+import os, re, signal, time
+memory = SharedMemory(create=True, size=1 << 20)
+ignored = 0
+while not ignored & 2:  # the tracker ignores Ctrl-C once it runs
+    ignored = int(re.search("SigIgn:(.*)", open(f"/proc/{tracker._pid}/status").read())[1], 16)
+print(memory.name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+def test_shared_memory_of_a_worker_that_crashes_is_unlinked(zenps: Any, end: str) -> None:
+    """Python's resource tracker does so, in a process of the worker's group."""
+    popen = zenps.start("launch", "--", *PYTHON, SHARING + end)
+    name = popen.stdout.readline().rpartition("| ")[2].strip()
+    assert name
+    if end.startswith("signal"):
+        popen.terminate()
+    popen.communicate(timeout=60)
+    assert not Path("/dev/shm", name).exists()
+    assert_nothing_is_left(zenps)
+
+
 def test_launch_itself_is_killed(zenps: Any, sleepers: Any) -> None:
     sleepers.kill()
     sleepers.wait(timeout=30)

@@ -43,7 +43,7 @@ def launched(zenps: Any, *options: str) -> tuple[subprocess.Popen[str], str]:
     popen = zenps.start("launch", *options, "--", "sh", "-c", "echo started; exec sleep 600")
     assert "started" in popen.stdout.readline()
     for line in popen.stderr:  # lines of the scheduler may come before
-        if told := re.search(r"cluster\.scheduler=(\S+) shows this cluster", line):
+        if told := re.search(r"cluster\.scheduler=(\S+) .*shows this cluster", line):
             return popen, told[1]
     raise AssertionError("launch has ended")
 

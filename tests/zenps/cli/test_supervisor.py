@@ -49,6 +49,13 @@ class Program:
         self.exit_code = self._code
         return self.exit_code is not None
 
+    @property
+    def is_over(self) -> bool:
+        return self.exit_code is not None
+
+    def finish(self) -> None:
+        pass
+
     def how_it_ended(self) -> str:
         return f"exit code {self.exit_code}"
 
@@ -162,7 +169,7 @@ def test_an_end_while_another_is_handled_is_noticed(failing: Any) -> None:
     failing._turn()
     assert first.exit_code == 0
     assert failing._code == 0
-    assert reads == [float("inf"), 0.0, 0.0]
+    assert reads == [float("inf"), 0.0, 0.0, 0.0]
 
 
 def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -> None:
@@ -332,6 +339,14 @@ def test_what_a_signal_finds_not_started_stays_so(whole: Any, interrupted: str) 
 
 
 TAKEN = "server 0 ended: exit code 137; server 1 will take its slots"
+
+
+def test_the_command_that_shows_a_cluster_names_its_job(whole: Any) -> None:
+    whole._config = load(sets=["cluster.job=my job"], environ={}).config
+    whole._start_others()
+    assert whole.said == [
+        "zenps status --set cluster.scheduler=host:1 --set 'cluster.job=my job' shows this cluster"
+    ]
 
 
 @pytest.mark.parametrize(
