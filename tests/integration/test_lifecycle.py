@@ -96,7 +96,8 @@ def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
 def go_on_after_an_uneven_end() -> list[Tensor]:
     """Rank 0 fails in the middle of backward, and leaves. Both go on with their optimizer in a new job."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+    first = nn.Linear(6, 6)
+    model = nn.Sequential(first, nn.Linear(6, 6), nn.Linear(6, 6))
 
     def fail(gradient: Tensor) -> Tensor:
         if zps.rank() == 0 and failing:
@@ -110,7 +111,7 @@ def go_on_after_an_uneven_end() -> list[Tensor]:
         optimizer.step()
 
     failing = False
-    model[0].weight.register_hook(fail)
+    first.weight.register_hook(fail)
     zps.init()
     optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
     for number in range(3):

@@ -1403,7 +1403,7 @@ class OfTwo(torch.optim.SGD):
     def second_step(self) -> None:
         torch.optim.SGD(self.param_groups).step()
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.second_step()
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -67,9 +66,14 @@ def test_what_has_no_plain_form_is_left_to_be_refused(value: Any) -> None:
         msgpack.packb(to_plain([value]))
 
 
+class Pair(NamedTuple):
+    first: int
+    second: tuple[int]
+
+
 def test_a_namedtuple_is_refused() -> None:
     """It arrived as a tuple, which has no names."""
-    pair = namedtuple("Pair", "first second")(1, (2,))
+    pair = Pair(1, (2,))
     with pytest.raises(UsageError, match=r"Pair: a namedtuple .* pass its _asdict\(\)"):
         to_plain([pair])
     assert sent([pair._asdict(), tuple(pair)]) == [{"first": 1, "second": (2,)}, (1, (2,))]
