@@ -169,9 +169,12 @@ class Process:
         return True
 
     def finish(self) -> None:
-        """Sets ``is_over`` if no process of the group is left. Kills the group if its time is over."""
+        """After :meth:`has_ended`: sets ``is_over`` if no process of the group is left.
+
+        Kills the group if its time is over.
+        """
         group = self._popen.pid
-        if self.is_over or not self.has_ended():
+        if self.is_over or self.exit_code is None:
             return
         if time.monotonic() < self._ended_at + self._linger_seconds and _has_members(group):
             return

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from zenps.cli import processes, supervisor
+from zenps.cli.processes import Process
 from zenps.cli.status import fetch, report_end
 from zenps.cli.supervisor import Supervisor
 from zenps.config.sources import load
@@ -441,3 +442,17 @@ def test_whatever_does_not_end_is_told_and_then_killed(whole: Any) -> None:
     whole.on_signal(signal.SIGINT)  # there is nothing more to send
     assert whole._code == 128 + signal.SIGTERM
     assert whole._grace_ends == float("inf")
+
+
+def test_a_process_is_over_only_once_its_end_was_noticed() -> None:
+    """The supervisor handles the end of a process once :meth:`Process.has_ended` finds it, and only then."""
+    guard: Any = SimpleNamespace(report=lambda line: None)
+    process = Process(processes.Program("worker 0", ["true"], dict(os.environ)), guard)
+    os.waitid(os.P_PID, process._popen.pid, os.WEXITED | os.WNOWAIT)
+    process.finish()
+    assert (process.exit_code, process.is_over) == (None, False)
+    assert process.has_ended()
+    process.finish()
+    assert (process.exit_code, process.is_over) == (0, True)
+    for pipe in process.pipes:
+        os.close(pipe.fd)
