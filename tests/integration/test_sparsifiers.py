@@ -703,9 +703,9 @@ def load_the_state_of_sgd() -> list[Any]:
     found: list[Any] = []
     for momentum in (0.5, 0.4):
         optimizer.param_groups[0]["momentum"] = momentum
+        optimizer.zero_grad()
         loss_of(model, 0, zps.rank()).backward()
         found += [attempt(optimizer.step), optimizer.param_groups[0]["momentum"]]
-        optimizer.zero_grad()
     assert optimizer._correction is not None
     return [*found, optimizer._correction._weight_decays]
 
