@@ -135,7 +135,7 @@ def go_on_after_an_uneven_end() -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("consistency", ["bsp", "ssp"])
+@pytest.mark.parametrize("consistency", ["bsp", pytest.param("ssp", marks=pytest.mark.long)])
 @pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
 def test_an_optimizer_goes_on_in_a_new_job_though_the_last_one_has_ended_unevenly(
     consistency: str, values: str
