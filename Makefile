@@ -2,8 +2,8 @@ PYTHON    ?= python3
 PARTITION ?= balanced
 BIN       ?= .venv/bin
 
-.PHONY: demo test check bench test-long test-monitoring test-browser test-hosts test-docker test-frameworks \
-        test-upstream test-package docs figures fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net \
+.PHONY: demo test check bench test-long test-long-units test-long-jobs test-monitoring test-browser test-hosts \
+        test-docker test-frameworks test-upstream test-package docs figures fuzz soak simulate chaos test-gpu bench-gpu bench-kernels bench-net \
         bench-convergence
 
 demo: .venv/installed
@@ -24,8 +24,12 @@ test: .venv/installed
 # quantized values. In the default suite they have native kernels.
 SUMS := levels omnireduce push_pull schemes table_sizes training values
 
-test-long: .venv/installed
+test-long: test-long-units test-long-jobs
+
+test-long-units: .venv/installed
 	$(BIN)/pytest $(IN_PARALLEL) -m long $(JOBS:%=--ignore=%)
+
+test-long-jobs: .venv/installed
 	$(BIN)/pytest -m long $(JOBS)
 	ZENPS_KERNELS_BACKEND=torch $(BIN)/pytest $(SUMS:%=tests/integration/test_%.py)
 

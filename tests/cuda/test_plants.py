@@ -40,8 +40,9 @@ def rerun(reruns: dict[Sanitizer, Rerun], request: pytest.FixtureRequest) -> Rer
     ["scan", *(pytest.param(name, marks=pytest.mark.long) for name in EXPRESSIONS)],
 )
 @pytest.mark.parametrize("rerun", [Sanitizer.THREAD, Sanitizer.ADDRESS], indirect=True)
+@pytest.mark.timeout(900)
 def test_sanitizers_find_nothing(rerun: Rerun, tested: str) -> None:
-    outcome = rerun.run([str(TESTS / f"test_{tested}.py")])
+    outcome = rerun.run([str(TESTS / f"test_{tested}.py")], timeout_seconds=880)
     assert outcome.passed, outcome.output
 
 

@@ -17,11 +17,11 @@ SELECTED = {
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sanitizer", [Sanitizer.ADDRESS, Sanitizer.THREAD])
 def test_no_sanitizer_objects(sanitizer: Sanitizer) -> None:
     if not has_sanitizer(sanitizer):
         pytest.skip(f"the C compiler has no {sanitizer} sanitizer")
     with Rerun(sanitizer) as rerun:
-        outcome = rerun.run(SELECTED[sanitizer], timeout_seconds=280)
+        outcome = rerun.run(SELECTED[sanitizer], timeout_seconds=880)
     assert outcome.passed, outcome.output[-5000:]
