@@ -151,3 +151,13 @@ def test_decisions_are_numbered_without_gaps() -> None:
         headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
         assert headings[0].startswith(f"{int(page.name[:4])}. ")
         assert headings[1:] == ["Context", "Decision", "Consequences"]
+
+
+def test_jobs_of_frameworks_have_the_lines_of_their_page() -> None:
+    jobs = (ROOT / "tests/frameworks/jobs").glob("*.py")
+    have = {line.strip() for path in jobs for line in path.read_text("utf-8").splitlines()}
+    shown = [
+        line.strip() for block in blocks(ROOT / "docs/frameworks.md", "python") for line in block.splitlines()
+    ]
+    assert len(shown) > 10
+    assert [line for line in shown if line and not line.startswith("#") and line not in have] == []

@@ -187,15 +187,3 @@ def test_lightning_raises_peer_lost_error(tmp_path: Path) -> None:
                 worker.wait()
     assert workers[0].returncode == 1
     assert re.search(r"^(\[rank0\]: )?zenps\.errors\.PeerLostError: .*worker 1", errors, re.MULTILINE), errors
-
-
-def test_jobs_have_the_lines_of_the_documentation() -> None:
-    text = (ROOT / "docs/frameworks.md").read_text("utf-8")
-    have = {line.strip() for path in JOBS.glob("*.py") for line in path.read_text("utf-8").splitlines()}
-    shown = [
-        line.strip()
-        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-        for line in block.splitlines()
-    ]
-    assert len(shown) > 10
-    assert [line for line in shown if line and not line.startswith("#") and line not in have] == []
