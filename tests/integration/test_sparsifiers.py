@@ -707,6 +707,7 @@ def load_the_state_of_sgd() -> list[Any]:
         loss_of(model, 0, zps.rank()).backward()
         found += [attempt(optimizer.step), optimizer.param_groups[0]["momentum"]]
     assert optimizer._correction is not None
+    assert not optimizer._correction._corrected, "the next gradient may lie in the memory of the last one"
     return [*found, optimizer._correction._weight_decays]
 
 

@@ -258,8 +258,7 @@ class SparsifierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     clip_norm: Annotated[
         float,
         Meta(
-            description="dgc: limit of the norm of an optimizer's dense gradients on each rank, "
-            "times √(world size); 0: none",
+            description="dgc: limit of the norm of a rank's dense gradients, × √(world size); 0: none",
             ge=0,
             le=1e30,
         ),
@@ -282,8 +281,7 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: Annotated[
         int,
         Meta(
-            description="the most threads for one native sum; "
-            "0: the cores that this process may use ÷ LOCAL_WORLD_SIZE (1 if unset)",
+            description="the most threads for one native sum; 0: usable cores ÷ LOCAL_WORLD_SIZE (or 1)",
             ge=0,
             le=1024,
         ),
