@@ -108,13 +108,13 @@ def test_a_large_frame_counts_wherever_it_stands(
 
 def test_small_frames_count_together(slow_pair: tuple[SendQueue, Socket]) -> None:
     send_queue, dealer = slow_pair
-    small = BIG[: COPY_BELOW_BYTES // 2]
-    sent = 0
+    envelope, small = b"envelope", BIG[: COPY_BELOW_BYTES // 2]
+    sent, size = 0, len(envelope) + len(small)
     while not send_queue.is_any_full():
-        assert sent * len(small) < 16 * MAX_BYTES, "the kernel's buffers hold less"
-        send_queue.send(b"peer", b"envelope", [small])
+        assert sent * size < 16 * MAX_BYTES, "the kernel's buffers hold less"
+        send_queue.send(b"peer", envelope, [small])
         sent += 1
-    assert sent * len(small) > MAX_BYTES
+    assert sent * size > MAX_BYTES
     for _ in range(sent):
         assert len(dealer.recv_multipart()[1]) == len(small)
     eventually(lambda: not send_queue.is_any_full())
