@@ -149,7 +149,8 @@ class SharedMemoryPeers:
         if offset is None or peer.loans.lent_bytes + values.nbytes > self._max_lent_bytes:
             return None
         if not peer.has_mapped and not peer.collect():
-            self.forget(identity)
+            self.forget(identity)  # it may have said last that it has mapped the memory
+            return None
         return (offset, values.nbytes) if peer.has_mapped else None
 
     def lend(self, identity: bytes, shared: Shared, frames: Sequence[memoryview]) -> None:

@@ -101,6 +101,18 @@ def test_what_is_pushed_is_read_where_it_lies(both: Both) -> None:
     assert read[0] == 77, "a copy"
 
 
+def test_a_worker_that_maps_memory_as_its_last_act_is_lent_none(
+    server: SharedMemoryPeers, arena: Arena, address: str
+) -> None:
+    worker = SharedMemoryPeer.connect(address, Hello(JOB, PEER), arena)
+    assert worker is not None
+    server.attend()
+    values = give(server)
+    assert server.find(PEER, [values]) is None
+    worker.close()
+    assert server.find(PEER, [values]) is None
+
+
 def test_a_part_of_what_was_placed_can_be_named(both: Both) -> None:
     pushed = both.arena.copy(memoryview(VALUES))
     shared = both.worker.find(pushed[1000:90_000])

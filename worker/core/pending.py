@@ -308,19 +308,19 @@ class Pending:
         progress = self.progress
         waiter, timeout_seconds, _, spans = self._waiting
         until = time.monotonic() + timeout_seconds
-        begin = time.perf_counter()
+        begin, renewals = time.perf_counter(), self._renewals
         # Asked in this order: the last answer is there before the end is.
         while not progress.ended or self._answers:
-            renewals = self._renewals
             with spans("wait", self.name, progress.step):
                 waiter.wait(self._has_news, until)
+            if self._renewals != renewals:
+                renewals, until = self._renewals, time.monotonic() + timeout_seconds
+            elif not self._answers and not progress.ended:
+                progress.fail()
+                self._tell_end()
+                reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
+                return DeadlineError(f"tensor {self.name!r}: {reason}")
             if not self._answers:
-                if self._renewals == renewals and not progress.ended:
-                    progress.fail()
-                    self._tell_end()
-                    reason = f"no answer within {timeout_seconds:g} s; see the logs of the other nodes"
-                    return DeadlineError(f"tensor {self.name!r}: {reason}")
-                until = time.monotonic() + timeout_seconds
                 continue
             answer = self._answers.popleft()
             got = time.perf_counter()

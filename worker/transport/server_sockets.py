@@ -19,7 +19,7 @@ from zenps.wire.identity import identity_at, public_identity
 from zenps.wire.messages import GiveUp, Hello, Here, Push
 from zenps.wire.scheduler_messages import Member
 from zenps.wire.shared_memory.arena import Arena, open_arena
-from zenps.wire.sockets import COPY_BELOW_BYTES, Socket, connect, open_dealer, send_frames
+from zenps.wire.sockets import COPY_BELOW_BYTES, LINGER_MS, Socket, connect, open_dealer, send_frames
 
 from ..core.memory import POOL_BYTES
 from ..rounds.states import Frames
@@ -186,9 +186,11 @@ class ServerSockets:
 
     def follow(self, servers: Mapping[int, Member], now: float) -> None:
         """Connects to new servers, also at the address of an older one; closes the sockets to all others."""
+        addresses = {server.address for server in servers.values()}
         for rank, (process, _) in list(self._sockets.items()):
             if rank not in servers or _process_of(servers[rank]) != process:
-                self._close(rank)
+                # With a linger, it would connect to the new server at its address, in the new socket's stead.
+                self._close(rank, linger_ms=0 if process[0] in addresses else LINGER_MS)
         for rank, server in servers.items():
             if rank not in self._sockets:
                 self._connect(server, now)
@@ -210,7 +212,7 @@ class ServerSockets:
         self._ranks[socket] = server.rank
         self._poller.register(socket, zmq.POLLIN)
 
-    def _close(self, rank: int) -> None:
+    def _close(self, rank: int, *, linger_ms: int) -> None:
         self.connectivity.on_answer(rank)
         _, socket = self._sockets.pop(rank)
         self._poller.unregister(socket)
@@ -219,6 +221,6 @@ class ServerSockets:
             handshakes = self._handshakes.pop(rank)
             self._poller.unregister(handshakes.socket)
             handshakes.close()
-        socket.close(linger=0)
+        socket.close(linger_ms)
         if peer_memory := self._shared_memory.pop(rank, None):
             peer_memory.close()

@@ -16,9 +16,10 @@ from msgspec import structs
 from zenps.errors import LATE_ADVICE, ProtocolError
 from zenps.server.reducers.base import Answer, FailedRound, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES, WITH_ALLOWANCE
-from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply
+from zenps.server.rounds.states import STOP_GRACE_SECONDS, Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
+from zenps.worker.rounds.tracker import PATIENCE_SECONDS
 
 DEADLINE_SECONDS = 30.0
 TENSORS, CHUNKS = ["a", "b", "c"], 2
@@ -475,11 +476,23 @@ def test_a_deadline_names_the_missing_ranks() -> None:
 def test_no_rank_is_late_while_the_server_was_stopped() -> None:
     rounds = make_rounds(2)
     assert rounds.on_push(make_held(0, KEY), 1.0) == []
-    rounds.on_stopped(2 * DEADLINE_SECONDS)
-    now = 1.5 + 2 * DEADLINE_SECONDS
-    assert rounds.on_tick(now) == []
+    rounds.on_stopped(DEADLINE_SECONDS)
+    assert rounds.on_tick(1.5 + DEADLINE_SECONDS) == []
     assert rounds.late.seconds == pytest.approx({1: 0.5})
-    assert rounds.on_tick(now + DEADLINE_SECONDS), "then it has had its time"
+
+
+@pytest.mark.parametrize("stops", [1, 3])
+def test_a_stop_postpones_a_deadline_by_less_than_workers_wait_beyond_it(stops: int) -> None:
+    """Otherwise a worker gives up alone, and the others get a sum with its gradient."""
+    rounds = make_rounds(2)
+    assert rounds.on_push(make_held(0, KEY), 0.0) == []
+    for _ in range(stops):
+        rounds.on_stopped(0.7 * DEADLINE_SECONDS)
+    assert rounds.on_tick(DEADLINE_SECONDS + STOP_GRACE_SECONDS) == [], "what has come is read first"
+    (failed,) = rounds.on_tick(DEADLINE_SECONDS + PATIENCE_SECONDS - 1)
+    assert isinstance(failed, Reply)
+    assert isinstance(failed.message, Failure)
+    assert failed.message.kind == "deadline"
 
 
 def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:

@@ -486,6 +486,28 @@ def test_a_wait_goes_on_when_the_time_of_a_server_begins_anew() -> None:
     assert pending.wait().tolist() == [0, 1, 2]
 
 
+def test_a_wait_that_begins_anew_does_so_also_if_an_answer_comes_with_it() -> None:
+    """The answer to one chunk, while a server begins to count anew for another."""
+
+    class Renewing(Driver):
+        def __init__(self) -> None:
+            self.pending = make_pending(Count(), self, 0.2)
+            self.pending.begin()
+            self.until: list[float] = []
+
+        def wait(self, ready: Callable[[], bool], until: float) -> None:
+            self.until.append(until)
+            time.sleep(0.001)
+            if len(self.until) == 1:
+                self.pending.wait_anew()
+            self.pending.deliver(answer(len(self.until) - 1), last=len(self.until) == 2)
+
+    renewing = Renewing()
+    assert renewing.pending.wait().tolist() == [0, 1]
+    first, second = renewing.until
+    assert second > first
+
+
 @pytest.mark.parametrize("waits", [0, 2])
 def test_a_wait_ends_when_no_more_answers_come(waits: int) -> None:
     pending = Seldom(waits).pending
