@@ -93,6 +93,11 @@ def test_every_public_name_is_in_the_readme() -> None:
     assert [name for name in zps.__all__ if not re.search(rf"\b{name}\b", shown)] == []
 
 
+def test_statistics_are_in_the_usage_page() -> None:
+    shown = code(ROOT / "docs/usage.md")
+    assert [name for name in zps.Stats.__struct_fields__ if f"`{name}`" not in shown] == []
+
+
 @every_page
 def test_python_blocks_name_what_exists(page: Path) -> None:
     for block in blocks(page, "python"):
