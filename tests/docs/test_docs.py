@@ -88,9 +88,15 @@ def test_paths_shown_as_code_exist(page: Path) -> None:
     assert {path for path in shown - planned if not (ROOT / path).exists()} == set()
 
 
-def test_every_public_name_is_in_the_readme() -> None:
-    shown = code(ROOT / "README.md")
-    assert [name for name in zps.__all__ if not re.search(rf"\b{name}\b", shown)] == []
+def test_every_public_name_is_in_the_usage_page() -> None:
+    page = (ROOT / "docs/usage.md").read_text("utf-8")
+    table = page.partition("\n## Public names\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(zps.__all__)
+
+
+def test_statistics_are_in_the_usage_page() -> None:
+    shown = code(ROOT / "docs/usage.md")
+    assert [name for name in zps.Stats.__struct_fields__ if f"`{name}`" not in shown] == []
 
 
 @every_page

@@ -227,7 +227,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = GIB
     seed: Annotated[
         int,
-        Meta(description="key of the permutation; the same on all nodes", ge=0, le=(1 << 63) - 1),
+        Meta(description="key of the permutation; the same on all workers", ge=0, le=(1 << 63) - 1),
     ] = 0x5A454E
     trace: Annotated[
         str,

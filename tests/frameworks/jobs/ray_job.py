@@ -22,7 +22,8 @@ def train(config: dict[str, Any]) -> None:
     if config["is_distributed"]:
         model = prepare_model(model)
         model.register_comm_hook(zps.CommHookState(), zps.comm_hook)
-        loader, is_main = prepare_data_loader(loader), ray_train.get_context().get_world_rank() == 0
+        loader = prepare_data_loader(loader)
+        is_main = ray_train.get_context().get_world_rank() == 0
     optimizer = torch.optim.SGD(model.parameters(), 0.2)
     losses = []
     for _ in range(EPOCHS):
