@@ -20,7 +20,7 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
         union_skew=character.union_skew[workers],
-        imbalance=expected_imbalance(workers, character.union_rows[workers]),
+        imbalance=expected_imbalance(workers, character.rows, character.union_rows[workers] / character.rows),
         blocks=character.blocks,
         union_blocks=character.union_blocks[workers],
         block_skew=character.block_skew[workers],

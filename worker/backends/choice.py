@@ -107,7 +107,7 @@ class Choice:
             density=min(self.pushed / table.rows, 1.0),
             # No candidate sends a partial union (that of some ranks only).
             unions=(min(self.union / table.rows, 1.0),) * (links.workers - 1).bit_length(),
-            imbalance=traffic.expected_imbalance(links.parts, self.pushed),
+            imbalance=traffic.expected_imbalance(links.parts, table.rows, min(self.pushed / table.rows, 1.0)),
         )
         cost = costs.predict(scheme.name, tensor, links)
         messages = NEGOTIATION_MESSAGES if scheme.engine == "peers" else 0

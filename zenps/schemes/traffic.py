@@ -232,15 +232,25 @@ class Links(Struct, frozen=True, kw_only=True):
         return self.cost(push=total, pull=0.0, serial=total, rounds=len(passed), variant=variant)
 
 
-def expected_imbalance(parts: int, rows: float) -> float:
-    """The rows in the fullest of ``parts``, divided by the mean, when ``rows`` are dealt at random.
+def expected_imbalance(parts: int, total: int, density: float) -> float:
+    """The rows on the fullest of ``parts`` servers, divided by the mean, under a permuted partition.
 
-    1 + √(2·k·ln k ÷ rows): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
-    theorem 2 with its constant.
+    1 + √(2·k·ln k·v): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
+    theorem 2 with its constant. For m balls v is 1 ÷ m. Here it is (1 - d) ÷ m, because the permutation deals
+    each row of the table once; and more if some slots are a row larger than others.
+
+    Args:
+        parts: k.
+        total: the rows of the table.
+        density: d, the share of these that are present; m rows.
     """
-    if parts < 2 or rows <= 0:
+    if parts < 2 or not density:
         return 1.0
-    return min(1 + math.sqrt(2 * parts * math.log(parts) / rows), float(parts))
+    slot, larger = divmod(total, SLOTS)
+    uneven = larger * (1 - larger / SLOTS)
+    variance = (1 - density) / (total * density) + uneven / total**2
+    full = (slot + (larger > 0)) * SLOTS / total
+    return min(1 + math.sqrt(2 * parts * math.log(parts) * variance), full / density, float(parts))
 
 
 def index_bytes(span: int) -> int:

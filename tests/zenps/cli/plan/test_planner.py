@@ -58,7 +58,7 @@ def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
 
 
 def test_nearly_dense_rows_are_not(made_up: Any) -> None:
-    found, _ = profiles(made_up(np.full(100_000, 0.999), columns=1, steps=4))
+    found, _ = profiles(made_up(np.full(11_000, 0.999), columns=1, steps=4))  # slots of two rows and of three
     plan = make_plan(found, links(), COUNTS)
     dense, own = (
         next(p.seconds for p in plan.predictions if p.scheme == scheme) for scheme in ("byteps", "zenps")
