@@ -270,6 +270,33 @@ def test_imbalance_is_that_of_the_permutation_also_where_most_rows_are_there(
     assert expected == pytest.approx(held.max() / held.mean(), abs=0.02)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hot", "workers", "pushed"),
+    [
+        (1_000_000, 1_000_000, 64, 100),
+        (1_000_000, 1000, 64, 100),
+        (1_000_000, 1000, 64, 1000),
+        (100_000, 100_000, 1024, 2048),
+    ],
+    ids=["few in common", "many in common", "the same rows", "all rows together"],
+)
+def test_pushes_are_as_even_as_the_rows_of_all_workers(
+    rows: int, hot: int, workers: int, pushed: int
+) -> None:
+    """A worker's own rows may be far from even: a server receives those of all."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.choice(hot, pushed, replace=False) for _ in range(workers)]
+    union, counts = np.unique(np.concatenate(drawn), return_counts=True)
+    unions = (len(union) / rows,) * (workers - 1).bit_length()
+    tensor = Tensor(rows=rows, density=pushed / rows, unions=unions).permuted(links(workers))
+    held = [
+        [np.bincount(owners(union, rows, workers, seed), weights, minlength=workers) for seed in range(5)]
+        for weights in (counts, None)
+    ]
+    fullest = [float(np.mean([by_server.max() / by_server.mean() for by_server in each])) for each in held]
+    assert [tensor.imbalance, tensor.union_imbalance] == pytest.approx(fullest, rel=0.1)
+
+
 @given(parts=st.integers(1, 1024), slot=st.integers(1, 10**6), density=st.floats(1e-9, 1))
 def test_no_server_has_more_rows_than_its_slots(parts: int, slot: int, density: float) -> None:
     assert 1 <= expected_imbalance(parts, slot * SLOTS, density) <= 1 / density

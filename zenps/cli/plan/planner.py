@@ -250,5 +250,5 @@ def _summary(profile: Profile, links: Links) -> TensorSummary:
         summary.step_overlap = None if math.isnan(profile.step_overlap) else profile.step_overlap
         summary.densification = {count: profile.densification(count) for count in DOUBLINGS}
         summary.skewness = {parts: profile.skew(parts) for parts in DOUBLINGS}
-        summary.imbalance = profile.as_tensor(links).imbalance
+        summary.imbalance = profile.as_tensor(links).union_imbalance
     return summary

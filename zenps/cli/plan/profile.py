@@ -227,8 +227,7 @@ class Profile:
             unions=unions,
             skew=self.skew(parts),
             union_skew=self.skew(parts, workers),
-            imbalance=expected_imbalance(parts, self.rows, self.union(workers)),
-        )
+        ).permuted(links)
         if self._blocks is None:
             return tensor
         return structs.replace(

@@ -14,7 +14,10 @@ from zenps.cli.plan.profile import Growth, profiles
 from zenps.errors import UsageError
 from zenps.observe.recording import Header, Push
 from zenps.partition.ring import SLOTS
+from zenps.schemes.costs import predict
+from zenps.schemes.registry import scheme_of
 from zenps.schemes.traffic import Links
+from zenps.worker.backends.choice import ROUNDS, Choice, Table
 
 ROWS = 100_000
 
@@ -136,6 +139,20 @@ def test_a_tensor_as_costs_see_it(made_up: Any) -> None:
     assert tensor.union_block_skew == pytest.approx(fullest(union), rel=0.03)
     assert tensor.union_block_skew is not None
     assert tensor.union_block_skew < tensor.union_skew  # where rows are dense, they share blocks
+
+
+def test_auto_predicts_the_same_seconds_from_its_counts(made_up: Any) -> None:
+    (profile,), _ = profiles(made_up(np.full(ROWS, 0.001), columns=1024))
+    network = links(64)
+    tensor = profile.as_tensor(network)
+    candidates = scheme_of("auto").candidates
+    choice = Choice(network, candidates)
+    table = Table(tensor.rows, tensor.columns, tensor.item_bytes)
+    pushed, union = (round(ROWS * share) for share in (64 * tensor.density, tensor.union))
+    *_, change = (choice.note(table, pushed, union) for _ in range(ROUNDS))
+    assert change is not None
+    planned = [predict(scheme.name, tensor, network).seconds for scheme in candidates]
+    assert [change.before_seconds, change.after_seconds] == pytest.approx(planned, rel=1e-3)
 
 
 @pytest.mark.parametrize("columns", [1, 48, 64, 100, 192, 300, 512, 1000])
