@@ -108,7 +108,12 @@ WRONG = {
     "latency": (["--trace", "t", "--latency", "fast"], "--latency = 'fast'"),
     "workers": (["--trace", "t", "--workers", "8,many"], "--workers = 'many': expected an integer from 2"),
     "too many": (["--trace", "t", "--workers", "5000"], "--workers = '5000'"),
-    "steps": (["--trace", "t", "--steps", "3"], "--steps = '3': expected an integer from 4"),
+    "steps": (["--steps", "3", "--", "./nowhere"], "--steps = '3': expected an integer from 4"),
+    "steps of no CMD": (
+        ["--trace", "t", "--steps", "9"],
+        "--steps = '9': expected -- CMD [ARG ...] to record, or no --steps: --trace is already recorded",
+    ),
+    "workers of no CMD": (["--trace", "t", "--local-workers", "2"], "--local-workers = '2': expected -- CMD"),
     "config": (["--trace", "t", "--write", "train.py"], "expected TOML"),
     "command": (["--", "./nowhere"], "CMD = './nowhere'"),
     # ./nowhere is refused last of all, when a training is to start.
