@@ -6,7 +6,7 @@ from net_worker import BFLOAT16, GLOO
 from workloads import Character
 
 from zenps.schemes.costs import predict
-from zenps.schemes.traffic import Cost, Links, Tensor, expected_imbalance
+from zenps.schemes.traffic import Cost, Links, Tensor
 
 
 def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost:
@@ -20,11 +20,10 @@ def expect(scheme: str, character: Character, workers: int, mbit: float) -> Cost
         unions=tuple(character.union_rows[size] / character.rows for size in levels),
         skew=character.skew[workers],
         union_skew=character.union_skew[workers],
-        imbalance=expected_imbalance(workers, character.union_rows[workers]),
         blocks=character.blocks,
         union_blocks=character.union_blocks[workers],
         block_skew=character.block_skew[workers],
         union_block_skew=character.union_block_skew[workers],
     )
     links = Links(workers=workers, bytes_per_second=mbit * 1e6 / 8)
-    return predict({GLOO: "allreduce", BFLOAT16: "zenps"}.get(scheme, scheme), tensor, links)
+    return predict({GLOO: "allreduce", BFLOAT16: "zenps"}.get(scheme, scheme), tensor.permuted(links), links)

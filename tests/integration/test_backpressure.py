@@ -96,10 +96,10 @@ def push_much(path: Path) -> bool:
 
 
 def test_the_memory_of_a_server_follows_its_budget_not_the_number_of_workers(tmp_path: Path) -> None:
-    workers, budget_bytes = 4, 32 * MIB
+    workers, budget_bytes, message_bytes = 4, 32 * MIB, 16 * MIB
     settings = {
         "cluster.server_budget_bytes": budget_bytes,
-        "cluster.max_message_bytes": 16 * MIB,
+        "cluster.max_message_bytes": message_bytes,
         "cluster.same_host": "tcp",
     }
     with Cluster(workers, 1, settings=settings) as cluster:
@@ -115,7 +115,8 @@ def test_the_memory_of_a_server_follows_its_budget_not_the_number_of_workers(tmp
         assert all(rank.result() for rank in ranks)
         cluster.drain()
     print(f"a server with a budget of {budget_bytes / MIB:.0f} MiB took {grown_bytes / MIB:.0f} MiB")
-    assert grown_bytes < 2 * budget_bytes
+    # As docs/deploy.md has it; the second term is for results that workers have yet to take.
+    assert grown_bytes < 2 * budget_bytes + max(budget_bytes, 4 * message_bytes)
 
 
 def most_resident_bytes(pid: int) -> int:

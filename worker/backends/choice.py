@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from zenps.schemes import costs, traffic
+from zenps.schemes import costs
 from zenps.schemes.base import Scheme
-from zenps.schemes.traffic import Links
+from zenps.schemes.traffic import Links, Tensor
 
 MARGIN: Final = 1.1
 """How much faster another scheme must be: the formulas ignore CPU time and are not much more exact."""
@@ -100,15 +100,14 @@ class Choice:
 
     def _seconds(self, scheme: Scheme, table: Table) -> float:
         links = self._links
-        tensor = traffic.Tensor(
+        tensor = Tensor(
             rows=table.rows,
             columns=table.columns,
             item_bytes=table.item_bytes,
             density=min(self.pushed / table.rows, 1.0),
             # No candidate sends a partial union (that of some ranks only).
             unions=(min(self.union / table.rows, 1.0),) * (links.workers - 1).bit_length(),
-            imbalance=traffic.expected_imbalance(links.parts, self.pushed),
         )
-        cost = costs.predict(scheme.name, tensor, links)
+        cost = costs.predict(scheme.name, tensor.permuted(links), links)
         messages = NEGOTIATION_MESSAGES if scheme.engine == "peers" else 0
         return cost.seconds + messages * links.latency_seconds

@@ -122,11 +122,12 @@ def _add_counts(parser: argparse.ArgumentParser) -> None:
 def _add_plan(plan: argparse.ArgumentParser) -> None:
     options: dict[str, tuple[str, str, Any]] = {
         "--trace": ("FILE", "with CMD: keep the recording here; else: plan with this recording", None),
-        "--steps": ("N", "how many steps of CMD to record (default: 20)", "20"),
-        "--local-workers": ("N", "how many workers run CMD here (default: 2)", "2"),
+        "--steps": ("N", "how many steps of CMD to record (default: 20)", None),
+        "--local-workers": ("N", "how many workers run CMD here (default: 2)", None),
         "--workers": (
             "N[,N...]",
-            "how many to plan for; more to compare (default: cluster.workers, or 8; then up to 1024)",
+            "number of workers to plan for, then others to compare "
+            "(default: cluster.workers if above 1, else 8; compared with counts up to 1024)",
             None,
         ),
         "--servers": ("N", "hosts with only a server (default: 0, a server on each worker's host)", "0"),

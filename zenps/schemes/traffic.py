@@ -31,7 +31,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
         skew: of one worker's rows, when each server has a contiguous range of rows: the rows in the fullest
             range, divided by the mean over all ranges (Zen §2.2: skewness ratio).
         union_skew: the same for the union's rows; None: as ``skew``.
-        imbalance: the same ratio for a permuted partition, both for a worker's rows and for the union's.
+        imbalance: the same ratio for a permuted partition, of the rows that all workers push.
+        union_imbalance: the same for the union's rows.
         blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
             the union; None: as if rows were spread at random.
         block_skew, union_block_skew: the skew of these blocks; None: as of rows. It differs where rows lie
@@ -48,6 +49,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
     skew: float = 1.0
     union_skew: float | None = None
     imbalance: float = 1.0
+    union_imbalance: float = 1.0
     blocks: float | None = None
     union_blocks: float | None = None
     block_skew: float | None = None
@@ -73,6 +75,13 @@ class Tensor(Struct, frozen=True, kw_only=True):
     def by_element(self) -> Tensor:
         """The same tensor with its elements for rows."""
         return structs.replace(self, rows=self.rows * self.columns, columns=1)
+
+    def permuted(self, links: Links) -> Tensor:
+        """The same tensor with the imbalance that is expected over the servers of ``links``."""
+        union = expected_imbalance(links.parts, self.rows, self.union)
+        pushed = expected_imbalance(links.parts, self.rows, self.density, links.workers)
+        # The rows that workers have in common go to the same server, and so do not even out.
+        return structs.replace(self, imbalance=max(pushed, union), union_imbalance=union)
 
     @property
     def row_skews(self) -> tuple[float, float]:
@@ -232,15 +241,26 @@ class Links(Struct, frozen=True, kw_only=True):
         return self.cost(push=total, pull=0.0, serial=total, rounds=len(passed), variant=variant)
 
 
-def expected_imbalance(parts: int, rows: float) -> float:
-    """The rows in the fullest of ``parts``, divided by the mean, when ``rows`` are dealt at random.
+def expected_imbalance(parts: int, total: int, density: float, workers: int = 1) -> float:
+    """The rows on the fullest of ``parts`` servers, divided by the mean, under a permuted partition.
 
-    1 + √(2·k·ln k ÷ rows): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
-    theorem 2 with its constant.
+    1 + √(2·k·ln k·v): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
+    theorem 2 with its constant. For m balls v is 1 ÷ m. Here it is (1 - d) ÷ m, because the permutation deals
+    each row of the table once; and more if some slots are a row larger than others.
+
+    Args:
+        parts: k.
+        total: the rows of the table.
+        density: d, the share of these that a worker has.
+        workers: the number of workers that have as many each, independently; m rows together.
     """
-    if parts < 2 or rows <= 0:
+    if parts < 2 or not density:
         return 1.0
-    return min(1 + math.sqrt(2 * parts * math.log(parts) / rows), float(parts))
+    slot, larger = divmod(total, SLOTS)
+    uneven = larger * (1 - larger / SLOTS)
+    variance = (1 - density) / (workers * total * density) + uneven / total**2
+    full = (slot + (larger > 0)) * SLOTS / total
+    return min(1 + math.sqrt(2 * parts * math.log(parts) * variance), full / density, float(parts))
 
 
 def index_bytes(span: int) -> int:

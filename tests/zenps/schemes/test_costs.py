@@ -12,8 +12,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.zenps.hot_keys import hot_keys
+from tests.zenps.owners import owners
 from zenps.codecs.registry import choose
 from zenps.errors import UsageError
+from zenps.partition.ring import SLOTS
 from zenps.schemes.costs import predict, predict_step
 from zenps.schemes.registry import fixed_schemes
 from zenps.schemes.traffic import Cost, Links, Tensor, expected_imbalance
@@ -241,14 +243,64 @@ def test_a_tensor_of_other_workers_is_refused() -> None:
         predict("zenps", elements(0.1, 0.5, 4), links(8))
 
 
-def test_imbalance_is_that_of_balls_in_bins() -> None:
+def test_imbalance_of_few_rows_of_many_is_that_of_balls_in_bins() -> None:
     # Simulated, mean of 20: 1.022, 1.030 and 1.105.
-    assert expected_imbalance(16, 100_000) == pytest.approx(1.022, abs=0.01)
-    assert expected_imbalance(128, 1_000_000) == pytest.approx(1.030, abs=0.01)
-    assert expected_imbalance(1024, 1_000_000) == pytest.approx(1.105, abs=0.02)
-    assert expected_imbalance(64, 1) == pytest.approx(1 + math.sqrt(128 * math.log(64)))
-    assert expected_imbalance(8, 0.1) == 8
-    assert expected_imbalance(1, 100) == expected_imbalance(8, 0) == 1
+    total = 1 << 40
+    assert expected_imbalance(16, total, 100_000 / total) == pytest.approx(1.022, abs=0.01)
+    assert expected_imbalance(128, total, 1_000_000 / total) == pytest.approx(1.030, abs=0.01)
+    assert expected_imbalance(1024, total, 1_000_000 / total) == pytest.approx(1.105, abs=0.02)
+    assert expected_imbalance(64, total, 1 / total) == pytest.approx(1 + math.sqrt(128 * math.log(64)))
+    assert expected_imbalance(8, total, 0.1 / total) == 8
+    assert expected_imbalance(1, total, 0.5) == expected_imbalance(8, total, 0.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("servers", "rows", "drawn"),
+    [
+        *((servers, 100_000, 2048 * servers) for servers in (16, 64, 128, 1024)),
+        (1024, 18_000, 1 << 20),  # all rows, in slots of four rows and of five
+    ],
+)
+def test_imbalance_is_that_of_the_permutation_also_where_most_rows_are_there(
+    servers: int, rows: int, drawn: int
+) -> None:
+    union = np.unique(np.random.default_rng(0).integers(rows, size=drawn))
+    held = np.bincount(owners(union, rows, servers), minlength=servers)
+    expected = expected_imbalance(servers, rows, len(union) / rows)
+    assert expected == pytest.approx(held.max() / held.mean(), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hot", "workers", "pushed"),
+    [
+        (1_000_000, 1_000_000, 64, 100),
+        (1_000_000, 1000, 64, 100),
+        (1_000_000, 1000, 64, 1000),
+        (100_000, 100_000, 1024, 2048),
+    ],
+    ids=["few in common", "many in common", "the same rows", "all rows together"],
+)
+def test_pushes_are_as_even_as_the_rows_of_all_workers(
+    rows: int, hot: int, workers: int, pushed: int
+) -> None:
+    """A worker's own rows may be far from even: a server receives those of all."""
+    generator = np.random.default_rng(0)
+    drawn = [generator.choice(hot, pushed, replace=False) for _ in range(workers)]
+    union, counts = np.unique(np.concatenate(drawn), return_counts=True)
+    unions = (len(union) / rows,) * (workers - 1).bit_length()
+    tensor = Tensor(rows=rows, density=pushed / rows, unions=unions).permuted(links(workers))
+    held = [
+        [np.bincount(owners(union, rows, workers, seed), weights, minlength=workers) for seed in range(5)]
+        for weights in (counts, None)
+    ]
+    fullest = [float(np.mean([by_server.max() / by_server.mean() for by_server in each])) for each in held]
+    assert [tensor.imbalance, tensor.union_imbalance] == pytest.approx(fullest, rel=0.1)
+
+
+@given(parts=st.integers(1, 1024), slot=st.integers(1, 10**6), density=st.floats(1e-9, 1))
+def test_no_server_has_more_rows_than_its_slots(parts: int, slot: int, density: float) -> None:
+    assert 1 <= expected_imbalance(parts, slot * SLOTS, density) <= 1 / density
+    assert expected_imbalance(parts, slot * SLOTS, 1.0) == 1
 
 
 # ── whatever the tensor ─────────────────────────────────────────────────────────────────────────

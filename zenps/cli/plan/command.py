@@ -51,17 +51,20 @@ class Request(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: an option is wrong, or names a file that cannot be written.
         """
-        if not args.command and args.plan_trace is None:
+        has_command = bool(args.command)
+        if not has_command and args.plan_trace is None:
             raise ConfigError("CMD", "", "-- CMD [ARG ...] to record, or --trace FILE with what was recorded")
+        steps = _for_recording("--steps", args.plan_steps, "20", has_command)
+        local_workers = _for_recording("--local-workers", args.plan_local_workers, "2", has_command)
         counts = _counts(args.plan_workers, workers)
         excluded = ruled_out(args.set, args.config)
         if args.plan_write is not None:
             excluded |= check_settings(args.plan_write)
         request = cls(
-            has_command=bool(args.command),
+            has_command=has_command,
             trace=args.plan_trace,
-            steps=_integer("--steps", args.plan_steps, FEWEST_SAMPLES, 1_000_000),
-            local_workers=_integer("--local-workers", args.plan_local_workers, 1, 64),
+            steps=_integer("--steps", steps, FEWEST_SAMPLES, 1_000_000),
+            local_workers=_integer("--local-workers", local_workers, 1, 64),
             counts=counts,
             links=Links(
                 workers=counts[0],
@@ -74,7 +77,7 @@ class Request(Struct, frozen=True, kw_only=True):
             plot=args.plan_plot,
             json=args.json,
         )
-        if request.has_command and request.trace is not None:
+        if has_command and request.trace is not None:
             check_writable("--trace", request.trace)
         if request.plot is not None:
             check_plots(request.plot)
@@ -117,6 +120,14 @@ def _write(request: Request, plan: Plan) -> None:
         said.append(f"recorded {request.trace}")
     for line in said:
         print(line, file=sys.stderr if request.json else sys.stdout)
+
+
+def _for_recording(option: str, given: str | None, default: str, has_command: bool) -> str:
+    """The value of an option that only a recording of CMD uses."""
+    if given is not None and not has_command:
+        without = f"or no {option}: --trace is already recorded"
+        raise ConfigError(option, given, f"-- CMD [ARG ...] to record, {without}")
+    return default if given is None else given
 
 
 def _counts(given: str | None, workers: int) -> list[int]:

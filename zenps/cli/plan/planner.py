@@ -157,7 +157,9 @@ def _reasons(
     others = sorted((scheme for scheme in costs if scheme != choice), key=lambda name: costs[name].seconds)
     next_best = others[0]
     ratio = costs[next_best].seconds / own.seconds
-    if ratio < 1:  # the scheme's ``spends`` is not a reason then
+    if f"{ratio:.2f}" == "1.00":
+        said.append(f"Next is {next_best}, which is equally fast.")
+    elif ratio < 1:  # the scheme's ``spends`` is not a reason then
         said.append(f"Next is {next_best}, which would take {ratio:.2f} of that time.")
         said.append(f"{choice} is recommended unless another scheme wins by {MARGIN - 1:.0%}.")
     else:
@@ -172,9 +174,13 @@ def _reasons(
 
 def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cost) -> str:
     waiting = cost.rounds * links.latency_seconds
-    sent = (
-        f"{show_bytes(cost.push_bytes)} pushed and {show_bytes(cost.pull_bytes)} pulled on the busiest link"
+    over_servers = scheme_of(choice).engine != "peers"
+    moved = (
+        f"{show_bytes(cost.push_bytes)} pushed and {show_bytes(cost.pull_bytes)} pulled"
+        if over_servers
+        else f"{show_bytes(cost.busiest_bytes)} sent"
     )
+    sent = f"{moved} on the busiest link"
     if waiting > cost.seconds / 2:
         return f"Latency decides: {cost.rounds} rounds of {show_seconds(links.latency_seconds)}, and {sent}."
     by_tensor = [predict_step(choice, [profile.as_tensor(links)], links).serial_bytes for profile in found]
@@ -188,7 +194,8 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
         f"one worker pushes {heaviest.density:.2%} of its {heaviest.rows} rows, and the union of all workers "
         f"has {heaviest.densification(links.workers):.1f} times as many"
     )
-    which = "Pulls decide" if cost.pull_bytes > cost.push_bytes else "Pushes decide"
+    heavier = "pulls" if cost.pull_bytes > cost.push_bytes else "pushes"
+    which = f"Most of the time goes into {heavier}" if over_servers else "Bytes decide"
     return f"{which}: {sent}. {of}: {grows}."
 
 
@@ -250,5 +257,5 @@ def _summary(profile: Profile, links: Links) -> TensorSummary:
         summary.step_overlap = None if math.isnan(profile.step_overlap) else profile.step_overlap
         summary.densification = {count: profile.densification(count) for count in DOUBLINGS}
         summary.skewness = {parts: profile.skew(parts) for parts in DOUBLINGS}
-        summary.imbalance = profile.as_tensor(links).imbalance
+        summary.imbalance = profile.as_tensor(links).union_imbalance
     return summary

@@ -203,9 +203,13 @@ class Profile:
         """
         if not self.is_sparse or self.columns > 1:
             return None
-        equal = self._equal_granules
-        even = (size for size in GRANULES if expected_imbalance(parts, equal[size]) <= MAX_IMBALANCE)
+        even = (size for size in GRANULES if self._imbalance(parts, size) <= MAX_IMBALANCE)
         return max(even, default=1)
+
+    def _imbalance(self, parts: int, granule: int) -> float:
+        """The expected imbalance of what a worker pushes, in granules of this size."""
+        granules = -(-self.rows // granule)
+        return expected_imbalance(parts, granules, self._equal_granules[granule] / granules)
 
     def as_tensor(self, links: Links) -> Tensor:
         """The tensor as the cost model takes it, for the workers and servers of ``links``."""
@@ -223,8 +227,7 @@ class Profile:
             unions=unions,
             skew=self.skew(parts),
             union_skew=self.skew(parts, workers),
-            imbalance=expected_imbalance(parts, self.union(workers) * self.rows),
-        )
+        ).permuted(links)
         if self._blocks is None:
             return tensor
         return structs.replace(

@@ -20,7 +20,7 @@ class ZenPS(Scheme):
     def cost(self, tensor: Tensor, links: Links) -> Cost:
         """f·(rows of d + rows of D), each with positions by the codec that ``sync.codec = "auto"`` takes."""
         push, pull = tensor.best_bytes(tensor.density), tensor.best_bytes(tensor.union)
-        return links.served(push, pull, tensor.imbalance, tensor.imbalance, streams=True)
+        return links.served(push, pull, tensor.imbalance, tensor.union_imbalance, streams=True)
 
 
 SCHEME: Final = ZenPS()

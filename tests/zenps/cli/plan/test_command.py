@@ -65,12 +65,12 @@ def test_single_elements_get_their_granule(
     monkeypatch.chdir(tmp_path)
     pushes = made_up(np.full(200_000, 0.05), columns=1, steps=2)
     Path("t").write_bytes(b"".join(encode(item) for pair in pushes for item in pair))
-    Path("zenps.toml").write_text("[sync]\ngranule = 64\n")
+    Path("zenps.toml").write_text("[sync]\ngranule = 16\n")
     assert main(["plan", "--trace", "t", "--workers", "4", "--write", "zenps.toml"]) == 0
     out = capsys.readouterr().out
-    assert "in runs of 16 (sync.granule)" in " ".join(out.split())
-    assert "set sync.granule = 16, which was 64 in zenps.toml" in out
-    assert load(environ={}).config.sync.granule == 16
+    assert "in runs of 64 (sync.granule)" in " ".join(out.split())
+    assert "set sync.granule = 64, which was 16 in zenps.toml" in out
+    assert load(environ={}).config.sync.granule == 64
 
 
 def test_a_scheme_that_the_settings_rule_out_is_not_recommended(
@@ -108,7 +108,12 @@ WRONG = {
     "latency": (["--trace", "t", "--latency", "fast"], "--latency = 'fast'"),
     "workers": (["--trace", "t", "--workers", "8,many"], "--workers = 'many': expected an integer from 2"),
     "too many": (["--trace", "t", "--workers", "5000"], "--workers = '5000'"),
-    "steps": (["--trace", "t", "--steps", "3"], "--steps = '3': expected an integer from 4"),
+    "steps": (["--steps", "3", "--", "./nowhere"], "--steps = '3': expected an integer from 4"),
+    "steps of no CMD": (
+        ["--trace", "t", "--steps", "9"],
+        "--steps = '9': expected -- CMD [ARG ...] to record, or no --steps: --trace is already recorded",
+    ),
+    "workers of no CMD": (["--trace", "t", "--local-workers", "2"], "--local-workers = '2': expected -- CMD"),
     "config": (["--trace", "t", "--write", "train.py"], "expected TOML"),
     "command": (["--", "./nowhere"], "CMD = './nowhere'"),
     # ./nowhere is refused last of all, when a training is to start.

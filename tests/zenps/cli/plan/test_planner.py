@@ -15,6 +15,7 @@ import pytest
 from tests.zenps.cli.plan.conftest import Trace
 from zenps.cli.plan.planner import make_plan
 from zenps.cli.plan.profile import Profile, profiles
+from zenps.cli.plan.units import show_bytes
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
 from zenps.config.sources import load
 from zenps.errors import ConfigError
@@ -40,7 +41,7 @@ def test_rows_in_common_are_for_zenps(hot: list[Profile]) -> None:
     plan = make_plan(hot, links(), COUNTS)
     assert plan.scheme == "zenps"
     assert plan.reason.startswith("zenps for 8 workers: ")
-    assert "Pulls decide" in plan.reason
+    assert re.search(r"Most of the time goes into pulls: .* pushed and .* pulled on the busiest", plan.reason)
     assert re.search(
         r"100% of the bytes are those of 'table': one worker pushes 0\.9\d% of its 50000 rows", plan.reason
     )
@@ -55,10 +56,13 @@ def test_rows_of_one_worker_each_are_merged_in_pairs(made_up: Any) -> None:
     """With nothing in common it sends (n - 1)·d, and servers 1 + 1/n times that (OSDI '25, theorem 1)."""
     plan = make_plan(profiles(made_up(np.full(50_000, 0.01), columns=64))[0], links(), COUNTS)
     assert plan.scheme == "sparcml"
+    (own,) = (p for p in plan.predictions if (p.workers, p.scheme) == (8, "sparcml"))
+    assert f"Bytes decide: {show_bytes(own.push_bytes)} sent on the busiest link. 100%" in plan.reason
+    assert "Next is hierarchical-centralization, which is equally fast. " in plan.reason
 
 
 def test_nearly_dense_rows_are_not(made_up: Any) -> None:
-    found, _ = profiles(made_up(np.full(100_000, 0.999), columns=1, steps=4))
+    found, _ = profiles(made_up(np.full(11_000, 0.999), columns=1, steps=4))  # slots of two rows and of three
     plan = make_plan(found, links(), COUNTS)
     dense, own = (
         next(p.seconds for p in plan.predictions if p.scheme == scheme) for scheme in ("byteps", "zenps")
@@ -112,7 +116,8 @@ def test_the_heaviest_tensor_decides(made_up: Any) -> None:
         profiles([*rows, *dense(rows, 10**6, 10**6)])[0],
     )
     pulled, pushed = (make_plan(found, links(), COUNTS).reason for found in (light, heavy))
-    assert re.search(r"Pulls decide: .* (99|100)% of the bytes are those of 'table': ", pulled)
+    assert "Most of the time goes into pulls: " in pulled
+    assert re.search(r"link\. (99|100)% of the bytes are those of 'table': ", pulled)
     dense_is = "which is dense and travels whole under every scheme"
     assert re.search(rf"Bytes decide: .* (8|9)\d% of the bytes are those of 'bucket', {dense_is}", pushed)
 
