@@ -26,6 +26,7 @@ Address = Annotated[str, Meta(max_length=300)]
 """``host:port``, of a server's data socket with ``tcp://`` before it; empty if there is none."""
 # A row is moved as one NumPy item, which holds less than 2 GiB; so does a frame.
 MAX_COLUMNS = (1 << 28) - 1
+MAX_DIMENSIONS = 64
 SEAL_BYTES = 32
 MAX_WAIT = 1200  # characters of what a worker waits for
 MAX_FRAGMENTS = 1 << 15
