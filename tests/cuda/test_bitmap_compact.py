@@ -129,8 +129,8 @@ def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     launcher, positions = HostLauncher(), torch.arange(3)
     for bad, values, message in [
         (positions.float(), torch.zeros(3, 2), "positions of dtype"),
-        (positions, torch.zeros(3, 2, dtype=torch.float64), "with sort_compact"),
-        (positions, torch.zeros(3, 2, dtype=torch.int64), "with sort_compact"),
+        (positions, torch.zeros(3, 2, dtype=torch.float64), "set cuda.compaction to sort"),
+        (positions, torch.zeros(3, 2, dtype=torch.int64), "set cuda.compaction to sort"),
         (positions, torch.zeros(3), "values of shape"),
         (positions, torch.zeros(2, 2), "3 positions on cpu with 2 rows"),
     ]:

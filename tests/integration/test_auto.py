@@ -146,7 +146,8 @@ def test_ranks_that_chose_differently_would_be_told() -> None:
     with Cluster(WORKERS, SERVERS, SETTINGS) as cluster:
         for error in cluster.run(disagree):
             assert error.kind == "MismatchError"
-            assert "rank(s) 1, 2 pushed sparse" in error.text
+            assert "rank(s) 1, 2 pushed sparse float32" in error.text
+            assert "averaged among workers" in error.text.split("rank(s) 0 ")[1].split("; ")[0]
 
 
 def push_once() -> tuple[int, Tensor]:

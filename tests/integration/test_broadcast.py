@@ -22,6 +22,7 @@ def every_dtype(rank: int) -> dict[str, Tensor]:
     dtypes += [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool]
     state = {str(dtype): (9 * numbers.abs()).to(dtype) for dtype in dtypes}
     state["0-dim"] = torch.tensor(rank + 1)
+    state["64-dim"] = torch.randn([1] * 62 + [2, 3])
     state["empty"] = torch.empty(0, 3)
     state["transposed"] = torch.randn(6, 5).t()
     state["expanded"] = torch.tensor([rank + 1.0]).expand(5)

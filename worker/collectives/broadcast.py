@@ -288,9 +288,8 @@ def _without_gaps(tensor: Tensor) -> Tensor:
 
 def _begin(tensor: Tensor, name: str, root_rank: int) -> Pending:
     world = PROCESS.world
-    raw = as_bytes(tensor).view(*tensor.shape, tensor.element_size())
     options = Options(contributes=world.rank == root_rank, purpose="broadcast")
-    return world.begin(Request(raw, name, options))
+    return world.begin(Request(as_bytes(tensor), name, options))
 
 
 def _check(tensor: object, name: str) -> None:

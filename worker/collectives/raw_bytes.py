@@ -12,7 +12,7 @@ from torch import Tensor
 from zenps.errors import TensorError
 from zenps.wire.tensors import flat
 
-from ..core.request import check_plain
+from ..core.request import check_dimensions, check_plain
 
 DTYPES: Final = {
     str(dtype): dtype
@@ -38,7 +38,7 @@ def check_strided(tensor: object, name: str) -> None:
     """Checks that a tensor has bytes: strided, in memory, neither quantized by torch nor nested.
 
     Raises:
-        TensorError: it is not a tensor, or has no bytes.
+        TensorError: it is not a tensor, has no bytes, or has too many dimensions.
     """
     if not isinstance(tensor, Tensor):
         raise TensorError(
@@ -47,6 +47,7 @@ def check_strided(tensor: object, name: str) -> None:
         )
     try:
         check_plain(tensor)
+        check_dimensions(tensor)
     except TensorError as error:
         raise TensorError(f"{name}: {error}") from None
     if tensor.is_quantized:

@@ -144,10 +144,9 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
         _push_refusal(own, error)
         raise
     dtype, shape, device = tensor.dtype, tensor.shape, tensor.device
-    raw = as_bytes(tensor).view(*shape, dtype.itemsize)
     given = f"{describe(tensor)} from rank {root_rank}"
     options = Options(contributes=world.rank == root_rank, purpose="broadcast", given=given)
-    pending = world.begin(Request(raw, own, options))
+    pending = world.begin(Request(as_bytes(tensor), own, options))
     # A copy, because bytes that have just arrived need not be aligned for wider elements.
     pending.convert_result(lambda received: from_bytes(received.clone(), dtype, shape).to(device))
     return pending

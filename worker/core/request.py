@@ -16,7 +16,7 @@ from zenps.errors import TensorError, UsageError, ZenPSError
 from zenps.kernels.base import ACCUMULATE
 from zenps.partition.keyspace import MAX_SIZE
 from zenps.sparsifiers.base import Momentum
-from zenps.wire.fields import MAX_COLUMNS, MAX_NAME
+from zenps.wire.fields import MAX_COLUMNS, MAX_DIMENSIONS, MAX_NAME
 
 from .residuals import Residuals, Rounding
 
@@ -119,7 +119,7 @@ def check_request(request: Request) -> None:
     Raises:
         UsageError: the name is not a string of 1 to 1024 characters that UTF-8 can encode, ``average`` is not
             a bool, the priority is not an integer, or a CUDA graph is being captured.
-        TensorError: the tensor has an unsupported device, layout or dtype.
+        TensorError: the tensor has an unsupported device, layout or dtype, or too many dimensions.
     """
     tensor, name, options = request
     _check_name(name)
@@ -204,6 +204,7 @@ def _check_tensor(tensor: object, average: bool) -> None:
     if not isinstance(tensor, Tensor):
         raise TensorError(f"expected a torch.Tensor, got {type(tensor).__name__}")
     check_plain(tensor)
+    check_dimensions(tensor)
     if not (tensor.is_cpu or tensor.is_cuda):
         remedy = "give its module memory with .to_empty()" if tensor.is_meta else "move it with .cpu()"
         raise TensorError(f"device {tensor.device}: expected cpu or cuda; {remedy}")
@@ -248,6 +249,16 @@ def check_plain(tensor: Tensor) -> None:
         raise TensorError(
             f"a {kind}: expected a tensor with elements of its own, such as .to_local() of a DTensor"
         )
+
+
+def check_dimensions(tensor: Tensor) -> None:
+    """Checks that servers take a tensor of so many dimensions.
+
+    Raises:
+        TensorError: they do not.
+    """
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise TensorError(f"{tensor.dim()} dimensions: expected at most {MAX_DIMENSIONS}; flatten the tensor")
 
 
 def check_outside_graph(tensor: object, name: str) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from zenps.codecs.registry import BY_SPAN
 from zenps.config.settings import Config
 from zenps.config.sizes import chunk_bytes, message_bytes
 from zenps.errors import TensorError
 from zenps.partition.layout import MAX_LAYOUTS, LayoutCache
-from zenps.partition.ranges import ServerRanges, even_ranges, whole_range
+from zenps.partition.ranges import ServerRanges, even_ranges, ranges_by_slot
 from zenps.partition.ring import SLOTS
+from zenps.partition.strategies.base import KeySpace, PartitionStrategy
 from zenps.partition.strategies.centralized import home_slot
 from zenps.partition.strategies.registry import strategy
 from zenps.schemes.base import WireForm
@@ -84,10 +87,12 @@ class RingSharder:
         self._owners = owners = np.sort(owners) if wire.contiguous else owners
         self._whole: dict[str, Sharding] = {}
         """Of tensors that go whole, by name."""
-        self._sparse = strategy(wire.partition or config.sync.partition)
-        self._servers = tuple(server.rank for server in view.servers)
-        self._layouts = LayoutCache(config.sync.seed, owners, self._servers, config.sync.table_bytes)
-        self._even_ranges = lru_cache(MAX_LAYOUTS)(partial(even_ranges, owners, self._servers))
+        self._strategy = strategy(wire.partition or config.sync.partition)
+        seed, servers = config.sync.seed, tuple(server.rank for server in view.servers)
+        self._layouts = LayoutCache(seed, owners, servers, config.sync.table_bytes)
+        self._dense_ranges = lru_cache(MAX_LAYOUTS)(
+            partial(_dense_ranges, self._strategy, seed, owners, servers)
+        )
 
     def shard_streams(self, name: str, streams: int) -> list[Sharding]:
         """Returns the sharding of each of a tensor's ``streams``.
@@ -124,7 +129,7 @@ class RingSharder:
                 "= auto"
             )
         is_wide = columns > 1 or self._wire.keys == "elements"
-        layout = self._layouts.get(self._sparse, name, rows, 1 if is_wide else self._config.sync.granule)
+        layout = self._layouts.get(self._strategy, name, rows, 1 if is_wide else self._config.sync.granule)
         row_bytes = columns * dtype.itemsize + POSITION_BYTES
         max_message_bytes = self._config.cluster.max_message_bytes
         max_bytes = max_message_bytes // 2
@@ -149,10 +154,7 @@ class RingSharder:
         if size_bytes < SPLIT_FROM_BYTES:
             return self._shard_whole(name)
         home, granules = self._shard_whole(name).home, -(-count // DENSE_GRANULE)
-        if self._sparse.per_tensor:
-            ranges = whole_range(home, self._servers, granules, DENSE_GRANULE)
-        else:
-            ranges = self._even_ranges(granules, DENSE_GRANULE)
+        ranges = self._dense_ranges(name if self._strategy.per_tensor else "", granules)
         at_least = -(-ranges.widest * dtype.itemsize // self._message_bytes)
         chunks = max(at_least, self._count_chunks(ranges, size_bytes))
         return Sharding(ranges, chunks, home, self.epoch)
@@ -170,3 +172,19 @@ class RingSharder:
             return 1
         per_server = expected_bytes * ranges.widest // ranges.size
         return max(1, -(-per_server // self._chunk_bytes))
+
+
+def _dense_ranges(
+    strategy: PartitionStrategy,
+    seed: int,
+    owners: NDArray[np.uint16],
+    servers: Sequence[int],
+    name: str,
+    granules: int,
+) -> ServerRanges:
+    """Returns the servers' ranges of a dense tensor, which keeps its order."""
+    if not strategy.per_tensor:
+        return even_ranges(owners, servers, granules, DENSE_GRANULE)
+    partition = strategy.partition(KeySpace(name, granules, seed))
+    partition.check_size(granules)
+    return ranges_by_slot(partition.bounds, owners, servers, DENSE_GRANULE)

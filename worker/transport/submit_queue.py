@@ -47,12 +47,14 @@ class SubmitQueue(Waiter):
 
         A tensor that is already prepared overtakes the queue; tensors on the CPU always are.
         """
+        # First, because Ctrl-C may interrupt the wait for the lock. Then the caller takes the tensor's step
+        # back, for which nothing may have been pushed.
+        if self._staged:
+            self.advance(until=0.0)
         if not pending.is_staged:
             self._channel.submit(pending)
         elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
             self._staged.append(staged)
-        if self._staged:
-            self.advance(until=0.0)
 
     def advance(self, until: float) -> None:
         """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""

@@ -13,7 +13,7 @@ from zenps.errors import ProtocolError
 from zenps.kernels.native.bits import set_bits
 
 from .base import Codec, Positions
-from .delta import Delta
+from .delta import Delta, low_bits, most_rows
 
 _BITS = 5  # of a position within its block: 32 positions, the default of sync.granule
 _WORD = np.dtype("<u4")
@@ -31,7 +31,13 @@ class Blocks(Codec):
     name = "blocks"
 
     def max_bytes(self, rows: int, span: int) -> int:
-        return self.size_bytes(min(rows, _blocks_of(span)), span)
+        total = _blocks_of(span)
+        most = min(rows, total)
+        if not most:
+            return 0
+        # Somewhat fewer blocks may take more bytes: their remainders have one bit more.
+        fewer = min(most, most_rows(low_bits(most, total) + 1, total))
+        return max(self.size_bytes(most, span), self.size_bytes(fewer, span))
 
     def size_bytes(self, blocks: int, span: int) -> int:
         """The most bytes that ``blocks`` blocks with rows take."""

@@ -78,6 +78,11 @@ def low_bits(rows: int, span: int) -> int:
     return min(max(best, 0), MAX_LOW_BITS)
 
 
+def most_rows(low: int, span: int) -> int:
+    """The most rows whose gaps have at least ``low`` remainder bits, of which there is at least one."""
+    return 2 * span * 481 // ((1000 << low) + 481)
+
+
 def _bytes(bits: int) -> int:
     return (bits + 7) // 8
 

@@ -194,8 +194,7 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "none"
     density: Annotated[
-        float,
-        Meta(description="fraction of a dense gradient's elements that each rank pushes", gt=0, le=1),
+        float, Meta(description="fraction of a dense gradient's elements that each rank pushes", gt=0, le=1)
     ] = 0.01
     consistency: Annotated[
         Literal["bsp", "ssp", "ds-sync"],
@@ -205,12 +204,10 @@ class SyncConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = "bsp"
     staleness: Annotated[
-        int,
-        Meta(description="ssp: how many steps later the averages of a step are applied", ge=0, le=64),
+        int, Meta(description="ssp: how many steps later the averages of a step are applied", ge=0, le=64)
     ] = 1
     group: Annotated[
-        int,
-        Meta(description="ds-sync: workers that average their models in a step", ge=2, le=MAX_WORKERS),
+        int, Meta(description="ds-sync: workers that average their models in a step", ge=2, le=MAX_WORKERS)
     ] = 2
     levels: Annotated[
         int,
@@ -293,7 +290,10 @@ class CudaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     compaction: Annotated[
         Literal["sort", "bitmap"],
-        Meta(description="sort: the same bits on every run; bitmap: duplicates are added in any order"),
+        Meta(
+            description="sort: the same bits on every run; bitmap: duplicates are added in any order, "
+            "float32, float16 and bfloat16 only"
+        ),
     ] = "sort"
 
 

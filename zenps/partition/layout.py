@@ -76,9 +76,7 @@ class Layout(ServerRanges):
         is_lasting: bool = True,
     ) -> None:
         granules = _count_granules(rows, granule)
-        if partition.permutation.size != granules:
-            got = f"permutation of {partition.permutation.size}"
-            raise ConfigError("sync.partition", got, f"one of {granules} granules")
+        partition.check_size(granules)
         self.placing, self.unplacing, bounds = place_slots(partition.bounds, owners, tuple(servers))
         super().__init__(servers, granule, bounds)
         self.rows_total = rows

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from zenps.errors import ConfigError
 
@@ -69,6 +70,15 @@ def even_ranges(
     return ServerRanges(servers, granule, [0, *(granules * end // SLOTS for end in ends)])
 
 
-def whole_range(home: int, servers: Sequence[int], granules: int, granule: int) -> ServerRanges:
-    """Gives all granules to the server ``home``."""
-    return ServerRanges(servers, granule, [0, *(granules if server >= home else 0 for server in servers)])
+def ranges_by_slot(
+    bounds: Tensor, owners: NDArray[np.uint16], servers: Sequence[int], granule: int
+) -> ServerRanges:
+    """Divides granules in their own order: each server has as many as its slots have.
+
+    Args:
+        bounds: int64 ``[SLOTS + 1]``, of the slots, as in :class:`~.strategies.base.Partition`.
+        owners, servers, granule: as for :func:`even_ranges`.
+    """
+    # As float64, which is exact below 2**53 granules: more than any memory has.
+    counts = np.bincount(owners, np.diff(bounds.numpy()), max(servers) + 1)[list(servers)]
+    return ServerRanges(servers, granule, [0, *np.cumsum(counts).astype(np.int64).tolist()])

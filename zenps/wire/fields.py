@@ -26,6 +26,7 @@ Address = Annotated[str, Meta(max_length=300)]
 """``host:port``, of a server's data socket with ``tcp://`` before it; empty if there is none."""
 # A row is moved as one NumPy item, which holds less than 2 GiB; so does a frame.
 MAX_COLUMNS = (1 << 28) - 1
+MAX_DIMENSIONS = 64
 SEAL_BYTES = 32
 MAX_WAIT = 1200  # characters of what a worker waits for
 MAX_FRAGMENTS = 1 << 15
@@ -38,5 +39,7 @@ Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_leng
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]
 """Seconds that others have waited, by the rank that they waited for."""
+AMONG_WORKERS = " among workers"
+"""Ends what a negotiation says of its tensor. A server sums only the negotiation's own message."""
 Shared = tuple[Count, Count]
 """Values that travel in no frame: their offset in the sender's shared memory, and their size in bytes."""

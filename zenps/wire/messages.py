@@ -15,6 +15,7 @@ from zenps.schemes.base import PullCodec
 
 from .fields import (
     MAX_COLUMNS,
+    MAX_DIMENSIONS,
     Count,
     Dtype,
     FailureKind,
@@ -48,7 +49,7 @@ class Push(Struct, frozen=True, array_like=True, tag="push"):
     """How many chunks the worker divides each server's shard into."""
     kind: Kind
     dtype: Dtype
-    shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMENSIONS)]
     """The shape of the whole tensor; the same on all ranks."""
     span: Count
     """The number of positions in this chunk."""

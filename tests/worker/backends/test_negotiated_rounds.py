@@ -115,7 +115,7 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
     round_ = rounds.begin("a", rows=4)
     rounds.begin("b", rows=5)
     for (name, given, table), expected, own in zip(rounds.said, "ab", ([0, 4], [1, 5]), strict=True):
-        assert (name, given) == (expected, "dense float32 (3,), averaged")
+        assert (name, given) == (expected, "dense float32 (3,), averaged among workers")
         assert table.tolist() == [[0, 0], own]
     assert rounds.channel.woken == 2
     assert not round_.is_negotiated

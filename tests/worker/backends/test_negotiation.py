@@ -46,9 +46,9 @@ def test_what_many_ranks_say_is_read_without_a_loop() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (Options(), "dense float32 (3,), summed"),
-        (Options(average=True), "dense float32 (3,), averaged"),
-        (Options(given="sparse float32 (3,)"), "sparse float32 (3,), summed"),
+        (Options(), "dense float32 (3,), summed among workers"),
+        (Options(average=True), "dense float32 (3,), averaged among workers"),
+        (Options(given="sparse float32 (3,)"), "sparse float32 (3,), summed among workers"),
     ],
 )
 def test_the_callers_tensor_is_described(options: Options, expected: str) -> None:

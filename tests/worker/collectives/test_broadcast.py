@@ -51,6 +51,15 @@ def test_what_has_no_plain_memory_is_refused() -> None:
         zps.broadcast_parameters({"x": nested})
 
 
+def test_too_many_dimensions_are_refused() -> None:
+    """Servers dropped such a push, and ranks waited for its answer."""
+    tensor = torch.ones([1] * 65)
+    for broadcast in (zps.broadcast, lambda tensor: zps.broadcast_parameters({"x": tensor})):
+        with pytest.raises(TensorError, match=": 65 dimensions: expected at most 64; flatten the tensor"):
+            broadcast(tensor)
+        broadcast(tensor.squeeze(0))
+
+
 @pytest.mark.parametrize("root", [numpy.int64(0), numpy.uint8(0), 0.0, False])
 def test_any_number_is_a_root(root: Any) -> None:
     assert zps.broadcast_object([1, 2], root) == [1, 2]

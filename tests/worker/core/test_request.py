@@ -67,6 +67,7 @@ def test_a_push_while_a_cuda_graph_is_captured_is_refused(monkeypatch: pytest.Mo
             True,
             "rows of 268435456 elements: expected at most .*; divide the rows",
         ),
+        (torch.ones([1] * 65), True, "65 dimensions: expected at most 64; flatten the tensor"),
     ],
 )
 @pytest.mark.parametrize("purpose", ["value", "gradient"])

@@ -229,7 +229,7 @@ def test_indices_outside_the_tensor_are_refused(
 
 def test_a_dtype_that_atomics_cannot_add_is_refused() -> None:
     tensor = sparse([1], torch.ones(1, 5, dtype=torch.float64), (600, 5))
-    with pytest.raises(TensorError, match="with sort_compact"):
+    with pytest.raises(TensorError, match=r"set cuda\.compaction to sort for other dtypes"):
         staged(tensor, CudaConfig(compaction="bitmap"))
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -41,11 +42,12 @@ from tests.worker.encode.test_transfer import (
 )
 from zenps.config.settings import ClusterConfig, Config, SyncConfig
 from zenps.config.sizes import message_bytes
-from zenps.errors import TensorError
+from zenps.errors import ConfigError, TensorError
+from zenps.partition.keyspace import Identity
 from zenps.partition.layout import LayoutCache
 from zenps.partition.ranges import even_ranges
 from zenps.partition.ring import SLOTS, rebalance
-from zenps.partition.strategies import strategy
+from zenps.partition.strategies import KeySpace, Partition, PartitionStrategy, even_bounds, strategy
 from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
 from zenps.wire.tensors import POSITION_BYTES
@@ -260,6 +262,52 @@ def test_no_message_of_many_workers_is_larger_than_servers_plan_for(scheme: str,
     for chunk in encoded.chunks:
         # Dense chunks end at granules.
         assert sum(frame.nbytes for frame in chunk.frames) <= message_bytes(config) + 4 * DENSE_GRANULE
+
+
+# ── dense tensors by a strategy ─────────────────────────────────────────────────────────────────
+
+
+class ByName(PartitionStrategy):
+    """A user's own, which divides every tensor alike."""
+
+    name: ClassVar[str] = "by-name"
+    per_tensor: ClassVar[bool] = True
+
+    def partition(self, space: KeySpace) -> Partition:
+        assert space.name == "weight"
+        return Partition(Identity(space.granules), even_bounds(space.granules))
+
+
+class TooSmall(ByName):
+    """Leaves a granule out."""
+
+    def partition(self, space: KeySpace) -> Partition:
+        return Partition(Identity(space.granules - 1), even_bounds(space.granules - 1))
+
+
+def dense_sharder(partition: type[PartitionStrategy] | str, servers: Sequence[int]) -> Sharder:
+    name = partition if isinstance(partition, str) else f"{__name__}:{partition.__name__}"
+    return Sharder(Config(sync=SyncConfig(partition=name)), scheme_of("zenps").wire, view_of(servers))
+
+
+def test_a_strategy_that_reads_names_spreads_dense_tensors() -> None:
+    """Each went whole to one server, as by ``centralized``."""
+    sharder = dense_sharder(ByName, range(4))
+    sharding = sharder.ring.shard_dense("weight", 1 << 20, torch.float32)
+    assert sharding.layout is not None
+    assert sharding.layout.widest <= (1 << 18) + DENSE_GRANULE
+    assert sharder.ring.shard_dense("weight", 1 << 20, torch.float32) == sharding
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "a", "b"])
+def test_by_centralized_a_dense_tensor_is_whole_on_its_home(name: str) -> None:
+    sharding = dense_sharder("centralized", [2, 5, 9]).ring.shard_dense(name, 1 << 20, torch.float32)
+    assert {server for server, _ in sharding.ranges()} == {sharding.home}
+
+
+def test_a_strategy_that_leaves_granules_of_a_dense_tensor_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.partition.*permutation of 4095.*one of 4096 granules"):
+        dense_sharder(TooSmall, [0, 1]).ring.shard_dense("weight", 1 << 20, torch.float32)
 
 
 # ── sizes and order ─────────────────────────────────────────────────────────────────────────────

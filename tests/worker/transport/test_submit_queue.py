@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from zenps.errors import TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.interrupts import Ready
+from zenps.worker.core.interrupts import MASK, Ready
 from zenps.worker.core.pending import Notifier, Pending, Waiting
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
@@ -222,3 +223,32 @@ def test_two_threads_push_a_tensor_once(queue: Queue) -> None:
         for each in [threads.submit(queue.queue.advance, 0.0) for _ in range(2)]:
             each.result()
     assert queue.pushed == ["a"]
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("kind", [OnTheCpu, Slow])
+def test_a_tensor_whose_submission_is_interrupted_is_not_pushed(queue: Queue, kind: type[Slow]) -> None:
+    """Its step was taken back although it was pushed, so that servers kept the old values of that step."""
+    is_held, may_end = threading.Event(), threading.Event()
+
+    class Lengthy(Slow):
+        def prepared(self) -> bool:
+            if self.ready:
+                is_held.set()
+                assert may_end.wait(30)
+            return self.ready
+
+    before, transfer = Lengthy(), kind()
+    queue.submit("before", before)
+    before.ready = transfer.ready = True
+    with ThreadPoolExecutor(1) as threads:
+        advanced = threads.submit(queue.queue.advance, 0.0)
+        assert is_held.wait(30)
+        with MASK:
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                queue.submit("a", transfer)
+        may_end.set()
+        advanced.result(30)
+    queue.queue.advance(0.0)
+    assert queue.pushed == ["before"]

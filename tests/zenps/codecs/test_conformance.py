@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zenps.codecs.base import Codec, CodecName, Positions
@@ -51,6 +51,7 @@ def check_decodes_or_refuses(codec: Codec, data: bytes, rows: int, span: int) ->
 @every_codec
 @settings(deadline=None, max_examples=150)
 @given(chunk=chunks())
+@example(chunk=(np.append(32 * np.arange(129), [32 * 335, 32 * 335 + 1]), 32 * 336))  # longest in 130 blocks
 def test_round_trip(codec: Codec, chunk: tuple[Positions, int]) -> None:
     positions, span = chunk
     size = codec.max_bytes(len(positions), span)

@@ -118,11 +118,18 @@ def test_int8_is_rounded_by_half_a_step_at_most(shape: tuple[int, int], seed: in
 
 
 def test_int8_is_a_power_of_two_and_small_integers() -> None:
-    rows = torch.tensor([[127.0, -127.0, 1.0], [127.5, 2.0, -4.0], [0.0, -0.0, 0.0], [2**-130, 0.0, 0.0]])
-    assert encoded(int8, rows) == bytes(
+    rows = [
+        [127.0, -127.0, 1.0],
+        [127.5, 2.0, -4.0],
+        [127.25, 2.0, -4.0],
+        [0.0, -0.0, 0.0],
+        [2**-130, 0.0, 0.0],
+    ]
+    assert encoded(int8, torch.tensor(rows)) == bytes(
         [
             *(127, 127, 256 - 127, 1),  # 2⁰
             *(128, 64, 1, 256 - 2),  # 2¹: 127.5 is beyond 127
+            *(128, 64, 1, 256 - 2),  # 2¹: so is 127.25, although it would be rounded to 127
             *(0, 0, 0, 0),
             *(0, 0, 0, 0),  # 2⁻¹³⁰ is an eighth of the least step, 2⁻¹²⁷
         ]

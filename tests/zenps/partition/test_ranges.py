@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zenps.errors import ConfigError
-from zenps.partition.ranges import ServerRanges, even_ranges, whole_range
+from zenps.partition.ranges import ServerRanges, even_ranges, ranges_by_slot
 from zenps.partition.ring import SLOTS, rebalance
 
 
@@ -49,12 +50,22 @@ def test_a_server_without_slots_has_nothing() -> None:
     assert np.diff(ranges.server_bounds).tolist() == [50 * 256, 0, 50 * 256]
 
 
-@pytest.mark.parametrize("home", [2, 5, 9])
-def test_one_server_has_all(home: int) -> None:
-    ranges = whole_range(home, [2, 5, 9], 10, 256)
-    spans = dict(zip(ranges.servers, np.diff(ranges.server_bounds).tolist(), strict=True))
-    assert spans == dict.fromkeys([2, 5, 9], 0) | {home: 2560}
-    assert ranges.widest == 2560
+@settings(deadline=None)
+@given(
+    st.sets(st.integers(0, 300), min_size=1, max_size=130), st.lists(st.integers(0, 9), min_size=1), st.data()
+)
+def test_every_server_has_what_its_slots_have(
+    members: set[int], lengths: list[int], data: st.DataObject
+) -> None:
+    servers = sorted(members)
+    owners = rebalance(None, sorted(data.draw(st.sets(st.sampled_from(servers), min_size=1))))
+    counts = np.resize(lengths, SLOTS)
+    bounds = torch.from_numpy(np.append(0, counts.cumsum()))
+    ranges = ranges_by_slot(bounds, owners, servers, 256)
+    assert ranges.servers == tuple(servers)
+    expected = [256 * int(counts[owners == server].sum()) for server in servers]
+    assert np.diff(ranges.server_bounds).tolist() == expected
+    assert ranges.widest == max(expected)
 
 
 def test_chunks_are_whole_granules_and_nearly_equal() -> None:

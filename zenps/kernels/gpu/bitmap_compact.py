@@ -63,7 +63,7 @@ def bitmap_rows(
 ) -> GroupedRows:
     """:func:`bitmap_compact`, whose sums are left to the caller."""
     if values.dtype not in VALUES:
-        expected = "expected float16, bfloat16 or float32; compact other dtypes with sort_compact"
+        expected = "expected float16, bfloat16 or float32; set cuda.compaction to sort for other dtypes"
         raise TensorError(f"values of dtype {values.dtype}: {expected}")
     check_rows(positions, values, VALUES)
     header = header or Header.without_cuts(bitmap_scratch_words(size), positions.device)

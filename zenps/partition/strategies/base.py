@@ -65,6 +65,16 @@ class Partition:
         if falls.numel():
             raise _bounds_error(f"a fall after bound {int(falls[0])}", "bounds that never fall")
 
+    def check_size(self, granules: int) -> None:
+        """Checks that all of a tensor's ``granules`` are in it.
+
+        Raises:
+            ConfigError: it is of another number.
+        """
+        if self.permutation.size != granules:
+            got = f"permutation of {self.permutation.size}"
+            raise ConfigError("sync.partition", got, f"one of {granules} granules")
+
 
 def _bounds_error(got: str, expected: str) -> ConfigError:
     return ConfigError("sync.partition", f"bounds with {got}", expected)
@@ -75,8 +85,9 @@ class PartitionStrategy(ABC):
 
     Attributes:
         name: the name in messages and reports.
-        per_tensor: True if the partition depends on ``KeySpace.name``. If not, tensors of equal size
-            share one partition and its tables.
+        per_tensor: True if the partition depends on ``KeySpace.name``. Dense tensors are then divided by its
+            bounds. If not, tensors of equal size share one partition and its tables, and dense ones are
+            divided evenly.
     """
 
     name: ClassVar[str]
