@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps import worker
 from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
+from zenps.worker.training.gradients.synchronizer import weakly
 from zenps.worker.training.hazards import check_applied_at_once
 
 
@@ -64,7 +65,7 @@ class DistributedDataParallel(torch.nn.Module):
         self._is_synchronized = False
         """Whether the gradients since the last forward that computes any are averages."""
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(weakly(self._await_end))  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         """Raises UsageError. A copy would average gradients on this rank alone, where others have none."""

@@ -89,7 +89,7 @@ class GradientSynchronizer(Consistency):
 
     def _watch(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def _advance(self, event: StepEvent) -> None:
         self._state = STEP[self._state][event]
@@ -387,7 +387,7 @@ class GradientSynchronizer(Consistency):
         return UsageError(f"{reason}; zero_grad() ends this step")
 
 
-def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
+def weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
     """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
