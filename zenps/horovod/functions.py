@@ -1,4 +1,4 @@
-"""Broadcast of parameters, optimizer state and objects, and allgather of objects, by Horovod's names."""
+"""Broadcasts of state and objects, allgather of objects, barrier and join, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -109,6 +109,20 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         ["allgather_object", name], lambda: allgather_made(lambda: to_plain(obj), f"horovod/{name}")
     )
     return [from_plain(one) for one in gathered]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until every worker has called this.
+
+    Args:
+        process_set: must be ``global_process_set``.
+
+    Raises:
+        UsageError: a rank has called ``join()``.
+        DeadlineError, PeerLostError: as :func:`zenps.barrier`.
+    """
+    check_process_set(process_set)
+    TURNS.run(["barrier"], worker.barrier)
 
 
 def join(device: int = -1) -> int:
