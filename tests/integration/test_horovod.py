@@ -48,6 +48,8 @@ def gathers() -> dict[str, Any]:
         "allgather": hvd.allgather(own),
         "asynchronous": hvd.synchronize(handle),
         "same handle": hvd.synchronize(handle),
+        "numbers": hvd.allgather(torch.tensor(hvd.rank())),
+        "numbers in a group": hvd.grouped_allgather([own[:0], torch.tensor(hvd.rank())])[1],
         "polled": hvd.poll(handle),
         "broadcast": hvd.broadcast(own[0], 1),
         "in place": [hvd.broadcast_(in_place, 1) is in_place, in_place],
@@ -62,10 +64,11 @@ def gradients() -> dict[str, Tensor]:
         "sum": lambda tensor: hvd.allreduce(tensor, op=hvd.Sum),
         "group": lambda tensor: hvd.grouped_allreduce([tensor], average=True)[0],
         "gather": hvd.allgather,
+        "gather numbers": hvd.allgather,
         "broadcast": lambda tensor: hvd.broadcast(tensor, 1),
     }
     for name, call in calls.items():
-        tensor = torch.ones(2, requires_grad=True)
+        tensor = torch.ones(() if name == "gather numbers" else 2, requires_grad=True)
         (call(tensor) * (1 + hvd.rank())).sum().backward()
         assert tensor.grad is not None
         results[name] = tensor.grad
@@ -158,6 +161,7 @@ def test_gathers(results: list[dict[str, Any]]) -> None:
         got = result["gathers"]
         for name in ("allgather", "asynchronous", "same handle"):
             assert got[name].tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert got["numbers"].tolist() == got["numbers in a group"].tolist() == [0, 1]
         assert got["polled"]
         assert got["broadcast"].tolist() == [1, 1]
         assert got["in place"][0]
@@ -169,7 +173,7 @@ def test_gathers(results: list[dict[str, Any]]) -> None:
 def test_gradients(results: list[dict[str, Any]]) -> None:
     # The gradients that the ranks have are 1 and 2.
     got = [{name: one.tolist() for name, one in result["gradients"].items()} for result in results]
-    both = {"sum": [3, 3], "group": [1.5, 1.5], "gather": [1.5, 1.5]}
+    both = {"sum": [3, 3], "group": [1.5, 1.5], "gather": [1.5, 1.5], "gather numbers": 1.5}
     assert got == [{**both, "broadcast": [0, 0]}, {**both, "broadcast": [1.5, 1.5]}]
 
 
