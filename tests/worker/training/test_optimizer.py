@@ -62,7 +62,7 @@ class FakeWorld(World):
     """A cluster of one rank, whose sums are what it pushed; rounds of names in ``late`` fail."""
 
     rank = local_rank = 0
-    ranks = (0,)
+    ranks: tuple[int, ...] = (0,)
     local_size = 1
     is_distributed = True
     bucket_bytes = 1 << 20
