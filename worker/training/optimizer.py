@@ -109,7 +109,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             self._consistency = ModelAveraging(optimizer, own, named_buffers)
         else:
             momentum = None if self._correction is None else self._correction.momentum
-            self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
+            self._consistency = GradientSynchronizer(names, average, momentum)
+        self._consistency.passes_per_step = backward_passes_per_step
         _warn_of_momentum(optimizer)
         PROCESS.after_joining(self._consistency.begin_anew)
         PROCESS.before_leaving(self.drain)
