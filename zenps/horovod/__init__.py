@@ -6,7 +6,8 @@ Names, argument orders and defaults are those of Horovod 0.28. Differences:
 - Each call has a second, small round, which tells it to ranks that have called ``join()``. While a rank
   has joined, the others make their calls in the same order.
 - allgather, broadcast, and allreduce by Min, Max and Product begin when their results are waited for, in the
-  order of the calls; these three allreduces gather the tensors of all ranks on every rank.
+  order of the calls, which must be the same on all ranks. ``poll()`` waits for them, too. These three
+  allreduces gather the tensors of all ranks on every rank.
 - Process sets, Adasum, alltoall, reducescatter and ``hvd.elastic`` have no counterpart. Their errors say
   what to use instead.
 
