@@ -44,6 +44,11 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     others' next step. Each step costs one more small round. If an exception ends the block, this returns at
     once.
 
+    A ``GradScaler`` is also each rank's own. If the loops had different lengths, its scale may differ between
+    ranks. Make it equal after the block, on all ranks::
+
+        scaler.load_state_dict(zps.broadcast_object(scaler.state_dict()))
+
     In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as
     :func:`zenps.allreduce`, and the unfreezing of parameters would wait for ranks that have left it.
 

@@ -131,6 +131,11 @@ def join(device: int = -1) -> int:
     This rank pushes zeros; averages are still divided by the number of all ranks. Its optimizers do not step.
     In the end they and their parameters become those of the rank that has called this last.
 
+    A ``GradScaler`` remains each rank's own, and its scale may then differ between ranks. Make it equal, on
+    all ranks::
+
+        scaler.load_state_dict(hvd.broadcast_object(scaler.state_dict()))
+
     Args:
         device: not needed here; Horovod makes its zeros there.
 

@@ -1,8 +1,11 @@
-"""``zenps.join`` without a cluster: ranks that know of different workers must decide alike."""
+"""``zenps.join`` without a cluster: how ranks find out that a block was uneven, and what they say then."""
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
 
 import zenps as zps
 from tests.worker.training.test_optimizer import FakeWorld, Model, train_one_step, wrap
@@ -32,6 +35,21 @@ class ElasticWorld(FakeWorld):
         return super().begin(request)
 
 
+def train_one_block(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch, scaler: torch.amp.GradScaler | None = None
+) -> None:
+    monkeypatch.setattr(PROCESS, "_world", world)
+    model = Model()
+    optimizer = wrap(model)
+    with zps.join(optimizer):
+        if scaler is None:
+            train_one_step(model, optimizer)
+        else:
+            scaler.scale(model.loss()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 def test_ranks_that_know_of_different_workers_decide_alike_whether_a_block_was_uneven(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
@@ -40,11 +58,20 @@ def test_ranks_that_know_of_different_workers_decide_alike_whether_a_block_was_u
 
     def is_uneven(known: tuple[int, ...]) -> bool:
         world = ElasticWorld(known, has_ended=has_ended)
-        monkeypatch.setattr(PROCESS, "_world", world)
-        model = Model()
-        optimizer = wrap(model)
-        with zps.join(optimizer):
-            train_one_step(model, optimizer)
+        train_one_block(world, monkeypatch)
         return any(name.startswith("broadcast/join/") for name in world.pushed)
 
     assert [is_uneven(known) for known in [(0,), (0, 1), (0, 1, 2)]] == [has_ended] * 3
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_warning_says_that_an_uneven_block_leaves_different_scales(
+    has_ended: bool, is_scaled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler("cpu") if is_scaled else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_one_block(ElasticWorld((0, 1), has_ended=has_ended), monkeypatch, scaler)
+    advice = "scaler.load_state_dict(zps.broadcast_object(scaler.state_dict()))"
+    assert sum(advice in str(each.message) for each in caught) == (has_ended and is_scaled)
