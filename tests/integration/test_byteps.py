@@ -96,6 +96,23 @@ def parallel() -> dict[str, Any]:
     return {"averages": averages, "halves": halves, "mean": local.norm.running_mean}
 
 
+def evaluation_on_one_rank() -> list[float]:
+    """The average of step k is 1.5 * 10**k. After the backward of step 1, rank 0 also evaluates the model."""
+    layer = nn.Linear(1, 1, bias=False)
+    model = bps.DistributedDataParallel(layer)
+    averages = []
+    for step in range(4):
+        model.zero_grad()
+        (model(torch.ones(1, 1)) * 10**step * (1 + bps.rank())).sum().backward()
+        if step == 1 and bps.rank() == 0:
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+        model.synchronize()
+        assert layer.weight.grad is not None
+        averages.append(layer.weight.grad.item())
+    return averages
+
+
 def refusals() -> dict[str, Any]:
     weight = nn.Parameter(torch.zeros(1))
     return {
@@ -109,7 +126,8 @@ def refusals() -> dict[str, Any]:
 def everything() -> dict[str, Any]:
     bps.init()
     functions = (push_pulls, broadcasts, step_after_synchronize, parallel, refusals)
-    return {function.__name__: function() for function in functions}
+    results: dict[str, Any] = {function.__name__: function() for function in functions}
+    return results | {"evaluation on one rank": attempt(evaluation_on_one_rank)}
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +188,10 @@ def test_parallel(results: list[dict[str, Any]]) -> None:
             torch.testing.assert_close(average.to_dense(), alone[name.removeprefix("module.")])
         assert got["halves"].abs().sum() > 0
         assert torch.equal(got["halves"], results[0]["parallel"]["halves"])
+
+
+def test_evaluation_on_one_rank_leaves_averages_as_they_are(results: list[dict[str, Any]]) -> None:
+    assert [result["evaluation on one rank"] for result in results] == [[1.5, 15, 150, 1500]] * 2
 
 
 def test_refusals(results: list[dict[str, Any]]) -> None:

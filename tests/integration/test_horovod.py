@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def gathers() -> dict[str, Any]:
         "allgather": hvd.allgather(own),
         "asynchronous": hvd.synchronize(handle),
         "same handle": hvd.synchronize(handle),
+        "numbers": hvd.allgather(torch.tensor(hvd.rank())),
+        "numbers in a group": hvd.grouped_allgather([own[:0], torch.tensor(hvd.rank())])[1],
         "polled": hvd.poll(handle),
         "broadcast": hvd.broadcast(own[0], 1),
         "in place": [hvd.broadcast_(in_place, 1) is in_place, in_place],
@@ -61,10 +64,11 @@ def gradients() -> dict[str, Tensor]:
         "sum": lambda tensor: hvd.allreduce(tensor, op=hvd.Sum),
         "group": lambda tensor: hvd.grouped_allreduce([tensor], average=True)[0],
         "gather": hvd.allgather,
+        "gather numbers": hvd.allgather,
         "broadcast": lambda tensor: hvd.broadcast(tensor, 1),
     }
     for name, call in calls.items():
-        tensor = torch.ones(2, requires_grad=True)
+        tensor = torch.ones(() if name == "gather numbers" else 2, requires_grad=True)
         (call(tensor) * (1 + hvd.rank())).sum().backward()
         assert tensor.grad is not None
         results[name] = tensor.grad
@@ -101,11 +105,22 @@ def identity() -> tuple[object, ...]:
     return hvd.rank(), hvd.size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous(), hvd.mpi_built()
 
 
+def barrier_before_a_result() -> Tensor:
+    """Rank 1 waits for the result of a call only after the barrier."""
+    handle = hvd.allgather_async(torch.tensor([hvd.rank()]))
+    if hvd.rank() == 0:
+        hvd.synchronize(handle)
+    hvd.barrier()
+    gathered: Tensor = hvd.synchronize(handle)
+    return gathered
+
+
 def everything() -> dict[str, Any]:
     hvd.init()
     hvd.init()
     functions = (reductions, gathers, gradients, refusals, identity)
-    return {function.__name__: function() for function in functions}
+    results: dict[str, Any] = {function.__name__: function() for function in functions}
+    return results | {"barrier": attempt(barrier_before_a_result)}
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +161,7 @@ def test_gathers(results: list[dict[str, Any]]) -> None:
         got = result["gathers"]
         for name in ("allgather", "asynchronous", "same handle"):
             assert got[name].tolist() == [[0, 0], [1, 1], [1, 1]]
+        assert got["numbers"].tolist() == got["numbers in a group"].tolist() == [0, 1]
         assert got["polled"]
         assert got["broadcast"].tolist() == [1, 1]
         assert got["in place"][0]
@@ -157,7 +173,7 @@ def test_gathers(results: list[dict[str, Any]]) -> None:
 def test_gradients(results: list[dict[str, Any]]) -> None:
     # The gradients that the ranks have are 1 and 2.
     got = [{name: one.tolist() for name, one in result["gradients"].items()} for result in results]
-    both = {"sum": [3, 3], "group": [1.5, 1.5], "gather": [1.5, 1.5]}
+    both = {"sum": [3, 3], "group": [1.5, 1.5], "gather": [1.5, 1.5], "gather numbers": 1.5}
     assert got == [{**both, "broadcast": [0, 0]}, {**both, "broadcast": [1.5, 1.5]}]
 
 
@@ -200,6 +216,12 @@ def test_identity(results: list[dict[str, Any]]) -> None:
     assert [result["identity"] for result in results] == [(rank, 2, 0, 1, True, False) for rank in (0, 1)]
 
 
+def test_a_barrier_gives_the_calls_before_it_their_turns(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert not isinstance(result["barrier"], Raised), result["barrier"]
+        assert result["barrier"].tolist() == [0, 1]
+
+
 def train_and_join() -> dict[str, Any]:
     """Ranks have different numbers of batches, and average a number in each of them."""
     hvd.init()
@@ -225,17 +247,15 @@ def train_and_join() -> dict[str, Any]:
 def join_others() -> dict[str, Any]:
     """Rank 2 joins while the others make calls in which it cannot take part."""
     hvd.init()
+    calls: dict[str, Callable[[], Any]] = {
+        "gather": lambda: hvd.allgather(torch.ones(1)),
+        "barrier": hvd.barrier,
+        "order": lambda: hvd.allreduce(torch.ones(1), name=f"of rank {hvd.rank()}"),
+    }
     results = {}
-    for case in ("gather", "order"):
-        if hvd.rank() == 2:
-            results[case] = attempt(hvd.join)
-            if case == "order":
-                return results
-            continue
-        name = f"of rank {hvd.rank()}" if case == "order" else None
-        call = hvd.allgather if case == "gather" else hvd.allreduce
-        results[case] = attempt(call, torch.ones(1), name=name)
-        if case == "gather":
+    for case, call in calls.items():
+        results[case] = attempt(hvd.join if hvd.rank() == 2 else call)
+        if hvd.rank() < 2 and case != "order":
             hvd.join()
     return results
 
@@ -260,8 +280,9 @@ def test_join() -> None:
         assert others["order"].kind == "MismatchError"
         assert "rank(s) 2 have called join(); expected the others to make" in others["order"].text
         if rank < 2:
-            assert others["gather"].kind == "UsageError"
-            assert "call join() on this rank, too" in others["gather"].text
+            for case in ("gather", "barrier"):
+                assert others[case].kind == "UsageError"
+                assert "call join() on this rank, too" in others[case].text
 
 
 def join_in_jobs() -> list[Any]:

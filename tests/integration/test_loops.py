@@ -464,6 +464,22 @@ UNEVEN_STEPS = {
 }
 
 
+def scaled_in_two_blocks() -> State:
+    """The scale doubles in every third step, and rank 1 has two batches in the first block."""
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    for batches in ([3, 2][zps.rank()], 2):
+        with zps.join(optimizer):
+            for step in range(batches):
+                scaler.scale(loss_of(model, step, zps.rank())).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        scaler.load_state_dict(zps.broadcast_object(scaler.state_dict()))
+    return {**state_of(model), "scale": torch.tensor(scaler.get_scale())}
+
+
 def disagree_once() -> list[Any]:
     """In one step of a join, rank 1 alone throws its batch away; then training goes on."""
     model = make_model()
@@ -557,6 +573,7 @@ def run_all() -> dict[str, Any]:
     results["misuse of join"] = misuse_of_join()
     for name, step in UNEVEN_STEPS.items():
         results[name] = attempt(Uneven(alone=False).run, step)
+    results["scaled in two blocks"] = attempt(scaled_in_two_blocks)
     results["disagree"] = disagree_once()
     results["drops alone"] = drops_alone()
     results["joins"] = joins_in_another_order()
@@ -638,6 +655,16 @@ def test_ranks_whose_input_has_ended_get_what_the_others_have_applied(
     assert not isinstance(second, Raised), second
     assert all(torch.equal(first[key], second[key]) for key in first)
     assert_same(first, Uneven(alone=True).run(UNEVEN_STEPS[name]))
+
+
+def test_ranks_with_the_scale_of_rank_0_step_alike_after_an_uneven_block(
+    results: list[dict[str, Any]],
+) -> None:
+    first, second = (outcome["scaled in two blocks"] for outcome in results)
+    assert not isinstance(first, Raised), first
+    assert not isinstance(second, Raised), second
+    assert first["scale"] == 2048
+    assert all(torch.equal(first[key], second[key]) for key in first)
 
 
 def test_a_step_on_which_ranks_in_a_join_disagree_is_lost_alone(results: list[dict[str, Any]]) -> None:

@@ -19,6 +19,9 @@ from ..collectives.allgather import allgather_int
 from ..process import PROCESS
 from .optimizer import DistributedOptimizer
 
+ENDED: Final = 1
+"""What a rank says whose input has ended. A rank that has left the job says 0."""
+
 _NAME: Final = "join"
 """Of the rounds of every block. A worker that joins a running job has not counted the blocks before."""
 
@@ -40,6 +43,11 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     and not applied are dropped, except for those that backward has pushed already: they are part of the
     others' next step. Each step costs one more small round. If an exception ends the block, this returns at
     once.
+
+    A ``GradScaler`` is also each rank's own. If the loops had different lengths, its scale may differ between
+    ranks. Make it equal after the block, on all ranks::
+
+        scaler.load_state_dict(zps.broadcast_object(scaler.state_dict()))
 
     In the block, only optimizer steps may wait for other ranks: other calls of ZenPS, such as
     :func:`zenps.allreduce`, and the unfreezing of parameters would wait for ranks that have left it.
@@ -96,7 +104,7 @@ class _Rounds:
         """Returns a function that tells the others what this rank does with an optimizer."""
 
         def announce(is_dropped: bool) -> None:
-            self._tell(1 + 2 * number + is_dropped)
+            self._tell(2 * (1 + number) + is_dropped)
 
         return announce
 
@@ -107,19 +115,22 @@ class _Rounds:
             the optimizer that they step, and whether ``zero_grad()`` throws the step away; None if their
             input has ended, too.
         """
-        said = self._tell(0)
-        number, is_dropped = divmod(said - 1, 2)
-        return (self._optimizers[number], bool(is_dropped)) if said else None
+        if (said := self._tell(ENDED)) == ENDED:
+            return None
+        number, is_dropped = divmod(said, 2)
+        return self._optimizers[number - 1], bool(is_dropped)
 
     def _tell(self, said: int) -> int:
+        # What ranks say is the same on all; the workers that they know of may differ in an elastic job.
         by_rank = allgather_int(said, f"{_NAME}/next")
-        if by_rank:
-            self.last = min(by_rank)
-            self.was_uneven |= len(by_rank) < len(PROCESS.world.ranks)
-        if len(set(by_rank.values())) > 1:
+        steps = {rank: each for rank, each in by_rank.items() if each != ENDED}
+        if steps:
+            self.last = min(steps)
+            self.was_uneven |= len(steps) < len(by_rank)
+        if len(set(steps.values())) > 1:
             ranks = [
-                f"rank {rank} {'drops' if (each - 1) % 2 else 'takes'} a step of optimizer {(each - 1) // 2}"
-                for rank, each in by_rank.items()
+                f"rank {rank} {'drops' if each % 2 else 'takes'} a step of optimizer {each // 2 - 1}"
+                for rank, each in steps.items()
             ]
             raise MismatchError(f"join: expected the same step on all ranks, but {listing(ranks)}")
-        return min(by_rank.values(), default=0)
+        return min(steps.values(), default=ENDED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn, SupportsIndex
 
@@ -91,7 +92,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
                 f"lr=0.1), got {type(optimizer).__name__}"
             )
         self._inner = optimizer
-        self._skip = self.applies = False
+        self._skip = self.applies = self._is_scaled = False
         names = ParameterNames(optimizer, named_parameters)
         own = names.trained()
         if PROCESS.world.is_distributed:
@@ -109,7 +110,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             self._consistency = ModelAveraging(optimizer, own, named_buffers)
         else:
             momentum = None if self._correction is None else self._correction.momentum
-            self._consistency = GradientSynchronizer(names, average, backward_passes_per_step, momentum)
+            self._consistency = GradientSynchronizer(names, average, momentum)
+        self._consistency.passes_per_step = backward_passes_per_step
         _warn_of_momentum(optimizer)
         PROCESS.after_joining(self._consistency.begin_anew)
         PROCESS.before_leaving(self.drain)
@@ -208,6 +210,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         the wrapped optimizer.
         """
         check_scaler()
+        self._is_scaled = True
         if not (self._skip or self._consistency.is_synchronized):
             self._consistency.synchronize()
         return False
@@ -339,6 +342,14 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         parameters = [each for group in self._inner.param_groups for each in group["params"]]
         broadcast_parameters(((f"{name}/{index}", each) for index, each in enumerate(parameters)), root_rank)
         broadcast_optimizer_state(self, root_rank)
+        if self._is_scaled:
+            # Not logged: Python shows it once, and the script may do so already.
+            warnings.warn(
+                "join: ranks have taken different numbers of steps with a GradScaler, so their scales may "
+                "differ; call scaler.load_state_dict(zps.broadcast_object(scaler.state_dict())) on all ranks "
+                "after it",
+                stacklevel=1,
+            )
 
     def drop_leftovers(self, name: str) -> None:
         """Drops, on all ranks, gradients that any rank has computed and not applied; for

@@ -12,6 +12,7 @@ from torch import Tensor
 from zenps import worker
 from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
+from zenps.worker.training.gradients.synchronizer import weakly
 from zenps.worker.training.hazards import check_applied_at_once
 
 
@@ -62,9 +63,9 @@ class DistributedDataParallel(torch.nn.Module):
         self._is_awaited = False
         """Whether the averages are awaited at the end of the backward that runs."""
         self._is_synchronized = False
-        """Whether the gradients since the last forward are averages."""
+        """Whether the gradients since the last forward that computes any are averages."""
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._await_end)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(weakly(self._await_end))  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         """Raises UsageError. A copy would average gradients on this rank alone, where others have none."""
@@ -74,12 +75,13 @@ class DistributedDataParallel(torch.nn.Module):
         )
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        self._is_synchronized = False
-        if torch.is_grad_enabled() and not _runs_backward():
-            self._end_failed()
-        buffers = dict(self.module.named_buffers())
-        if self.broadcast_buffers and buffers and torch.is_grad_enabled():
-            worker.broadcast_parameters(buffers, 0)
+        if torch.is_grad_enabled():  # otherwise one rank alone may be evaluating
+            self._is_synchronized = False
+            if not _runs_backward():
+                self._end_failed()
+            buffers = dict(self.module.named_buffers())
+            if self.broadcast_buffers and buffers:
+                worker.broadcast_parameters(buffers, 0)
         return self.module(*inputs, **named_inputs)
 
     @contextlib.contextmanager

@@ -6,7 +6,8 @@ Names, argument orders and defaults are those of Horovod 0.28. Differences:
 - Each call has a second, small round, which tells it to ranks that have called ``join()``. While a rank
   has joined, the others make their calls in the same order.
 - allgather, broadcast, and allreduce by Min, Max and Product begin when their results are waited for, in the
-  order of the calls; these three allreduces gather the tensors of all ranks on every rank.
+  order of the calls, which must be the same on all ranks. ``poll()`` waits for them, too. These three
+  allreduces gather the tensors of all ranks on every rank.
 - Process sets, Adasum, alltoall, reducescatter and ``hvd.elastic`` have no counterpart. Their errors say
   what to use instead.
 
@@ -17,12 +18,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from zenps.worker import api as _api
 from zenps.worker.api import is_initialized, local_rank, local_size, rank, size
 
 from .compression import Compression
 from .functions import (
     allgather_object,
+    barrier,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -58,7 +59,6 @@ from .process import (
     rocm_built,
     shutdown,
 )
-from .process import check_process_set as _check_process_set
 from .reducing import (
     Adasum,
     Average,
@@ -86,12 +86,6 @@ _ABSENT: Final = {
     "use zenps.init, zenps.TrainingState and cluster.on_worker_loss: docs/operations.md": "elastic",
 }
 """Names of Horovod that have no counterpart, and what to do instead."""
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Waits until every worker has called this. Errors are those of :func:`zenps.barrier`."""
-    _check_process_set(process_set)
-    _api.barrier()
 
 
 def __getattr__(name: str) -> Any:

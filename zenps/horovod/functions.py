@@ -1,4 +1,4 @@
-"""Broadcast of parameters, optimizer state and objects, and allgather of objects, by Horovod's names."""
+"""Broadcasts of state and objects, allgather of objects, barrier and join, by Horovod's names."""
 
 from __future__ import annotations
 
@@ -111,11 +111,30 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     return [from_plain(one) for one in gathered]
 
 
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until every worker has called this.
+
+    Args:
+        process_set: must be ``global_process_set``.
+
+    Raises:
+        UsageError: a rank has called ``join()``.
+        DeadlineError, PeerLostError: as :func:`zenps.barrier`.
+    """
+    check_process_set(process_set)
+    TURNS.run(["barrier"], worker.barrier)
+
+
 def join(device: int = -1) -> int:
     """Takes part in the other ranks' sums, averages and optimizer steps until all ranks have called this.
 
     This rank pushes zeros; averages are still divided by the number of all ranks. Its optimizers do not step.
     In the end they and their parameters become those of the rank that has called this last.
+
+    A ``GradScaler`` remains each rank's own, and its scale may then differ between ranks. Make it equal, on
+    all ranks::
+
+        scaler.load_state_dict(hvd.broadcast_object(scaler.state_dict()))
 
     Args:
         device: not needed here; Horovod makes its zeros there.

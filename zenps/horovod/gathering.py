@@ -18,28 +18,35 @@ from .turns import Call
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begins an allgather. Arguments and errors are those of :func:`allgather`."""
+    """Makes an allgather, which begins when its result, or that of a later call, is waited for or polled.
+
+    Arguments and errors are those of :func:`allgather`. All ranks make their allgathers, broadcasts, and
+    allreduces by Min, Max and Product in the same order: otherwise they wait for one another.
+    """
     return _begin_allgather([tensor], name, process_set, is_group=False)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begins an allgather of each tensor; the result is a list."""
+    """Makes an allgather of each tensor, as :func:`allgather_async` does; the result is a list."""
     return _begin_allgather(tensors, name, process_set, is_group=True)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begins a broadcast into a new tensor. Arguments and errors are those of :func:`broadcast`."""
+    """Makes a broadcast into a new tensor, which begins as :func:`allgather_async` does, in the same order.
+
+    Arguments and errors are those of :func:`broadcast`.
+    """
     return _begin_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begins a broadcast in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    """As :func:`broadcast_async`, in place: ``tensor`` is overwritten by :func:`synchronize`."""
     return _begin_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 

@@ -135,7 +135,8 @@ def _reduced(
 
 
 def _gathered(tensors: Sequence[Tensor], run: Run) -> list[Tensor]:
-    return list(_Gather.apply(run, *tensors))  # type: ignore[no-untyped-call]
+    # A tensor without dimensions is one row, as in allgather_async().
+    return list(_Gather.apply(run, *map(torch.atleast_1d, tensors)))  # type: ignore[no-untyped-call]
 
 
 class _Reduce(Function):

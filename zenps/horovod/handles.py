@@ -52,7 +52,11 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether :func:`synchronize` need not wait for other ranks any more."""
+    """Returns whether :func:`synchronize` need not wait for other ranks any more.
+
+    This may wait itself. Once all ranks have made the call, it begins allgathers, broadcasts, and allreduces
+    by Min, Max and Product, and waits for ranks that neither wait for the result nor poll it.
+    """
     return handle.done()
 
 

@@ -14,6 +14,7 @@ from zenps import worker
 from zenps.errors import UsageError
 from zenps.worker.process import Prefix
 from zenps.worker.training.gradients.agreement import ParameterNames
+from zenps.worker.training.hazards import check_passes
 
 from .compression import Compression, Compressor, warn_of_optimizer
 from .process import ProcessSet, check_process_set, global_process_set
@@ -75,6 +76,20 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             each: name for name, each in ParameterNames(optimizer, pairs).trained().items()
         }
         self._consistency.announce = functools.partial(_announce, TURNS.add(self))
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How often backward runs before ``step()``."""
+        return self._consistency.passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Says anew how often backward runs before ``step()``, on all ranks between the same steps.
+
+        Raises:
+            UsageError: ``passes`` is not an integer, or is less than 1.
+        """
+        check_passes(passes)
+        self._consistency.passes_per_step = passes
 
     def synchronize(self) -> None:
         super().synchronize()

@@ -53,7 +53,10 @@ def allreduce_async(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
-    """Begins an allreduce into a new tensor. Arguments and errors are those of :func:`allreduce`."""
+    """Begins an allreduce into a new tensor. Arguments and errors are those of :func:`allreduce`.
+
+    One by Min, Max or Product begins as :func:`allgather_async` does, in the same order on all ranks.
+    """
     how = reduce_op(op, average), prescale_factor, postscale_factor
     return _begin([tensor], name, *how, process_set, in_place=False, is_group=False)
 

@@ -62,7 +62,7 @@ class FakeWorld(World):
     """A cluster of one rank, whose sums are what it pushed; rounds of names in ``late`` fail."""
 
     rank = local_rank = 0
-    ranks = (0,)
+    ranks: tuple[int, ...] = (0,)
     local_size = 1
     is_distributed = True
     bucket_bytes = 1 << 20
@@ -971,6 +971,23 @@ def test_a_gradient_that_is_changed_is_refused_after_fewer_passes_than_expected_
     nn.utils.clip_grad_value_(model.last.bias, 0.5)
     with pytest.raises(UsageError, match=r"'last.bias': changed since backward computed it"):
         optimizer.step()
+
+
+def test_the_passes_of_a_step_may_change_during_training(world: FakeWorld, model: Model) -> None:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters(), backward_passes_per_step=1)
+    train_one_step(model, optimizer)
+    assert optimizer.backward_passes_per_step == 1
+    with pytest.raises(UsageError, match="= 0: expected an integer, at least 1"):
+        optimizer.set_backward_passes_per_step(0)
+    optimizer.set_backward_passes_per_step(2)
+    assert optimizer.backward_passes_per_step == 2
+    before = world.pushed.copy()
+    model.loss().backward()
+    assert world.pushed == before, "in the last pass"
+    model.loss().backward()
+    assert set(names_pushed(world, before).values()) == {1}
+    optimizer.step()
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

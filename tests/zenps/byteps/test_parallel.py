@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from io import BytesIO
 from typing import Any
@@ -124,3 +126,21 @@ def test_forward_that_a_checkpoint_calls_inside_backward_ends_no_step(
         assert world.waited == world.pushed
         assert all(parameter.grad is not None for parameter in model.parameters())
         model.zero_grad()
+
+
+def test_a_module_is_wrapped_again_once_its_wrapper_is_gone(world: FakeWorld) -> None:
+    module = nn.Linear(2, 2)
+
+    def train() -> weakref.ref[bps.DistributedDataParallel]:
+        model = bps.DistributedDataParallel(module)
+        for _ in range(2):
+            before = world.pushed.copy()
+            model(INPUTS).sum().backward()
+            assert set(names_pushed(world, before).values()) == {1}
+            model.zero_grad()
+        return weakref.ref(model)
+
+    wrapper = train()
+    gc.collect()
+    assert wrapper() is None
+    train()

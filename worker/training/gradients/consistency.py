@@ -18,6 +18,7 @@ class Consistency(ABC):
         staleness: how many steps later than they are computed gradients are applied.
         is_periodic: True if steps differ by their number, so that a checkpoint has it.
         sparsified: the parameters whose last gradients were sparsified.
+        passes_per_step: how often backward runs, at least, before gradients are pushed, as the script says.
         accumulates: whether backward only adds up gradients at present, and pushes none.
         announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
     """
@@ -27,6 +28,7 @@ class Consistency(ABC):
     staleness = 0
     is_periodic = False
     sparsified: AbstractSet[Parameter] = frozenset()
+    passes_per_step = 1
     accumulates = False
     announce: Callable[[bool], None] | None = None
 

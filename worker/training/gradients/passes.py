@@ -19,16 +19,12 @@ from torch.nn import Parameter
 class BackwardPasses:
     """Counts passes by parameter.
 
-    Args:
-        per_step: how many there are at least, as the training script says.
-
     Attributes:
         most: how many passes any parameter had in any step so far.
         uncounted: new parameters, until a step has counted their passes. Only ``step()`` pushes them.
     """
 
-    def __init__(self, per_step: int) -> None:
-        self.per_step = per_step
+    def __init__(self) -> None:
         self.most = 0
         self.uncounted: set[Parameter] = set()
         self._counted: Counter[Parameter] = Counter()
@@ -56,12 +52,16 @@ class BackwardPasses:
         self._counted[parameter] += 1
         return self._counted[parameter]
 
-    def is_last(self, parameter: Parameter) -> bool:
+    def is_last(self, parameter: Parameter, least: int) -> bool:
         """Returns whether the parameter has had as many passes as are expected in a step.
 
         The gradient is pushed then; that of fewer passes, by ``step()``.
+
+        Args:
+            parameter: whose gradient backward has just computed.
+            least: how many passes there are at least, as the training script says.
         """
-        expected = max(self.per_step, self.most)
+        expected = max(least, self.most)
         return parameter not in self.uncounted and self._counted[parameter] >= expected
 
     def end_step(self) -> None:

@@ -55,24 +55,17 @@ class GradientSynchronizer(Consistency):
     Args:
         names: of the optimizer's parameters.
         average: divide by the number of ranks; otherwise gradients are summed.
-        passes_per_step: how often backward runs, at least, before gradients are pushed.
         momentum: for a sparsifier that takes it.
 
     Raises:
         MismatchError: ranks have different parameters.
     """
 
-    def __init__(
-        self,
-        names: ParameterNames,
-        average: bool,
-        passes_per_step: int,
-        momentum: Momentum | None = None,
-    ) -> None:
+    def __init__(self, names: ParameterNames, average: bool, momentum: Momentum | None = None) -> None:
         self.staleness = PROCESS.world.staleness
         self.is_periodic = self.staleness > 0
         self._names = names
-        self._passes = BackwardPasses(passes_per_step)
+        self._passes = BackwardPasses()
         self._prefix = PROCESS.new_prefix("optimizer")
         self._agreement = ParameterAgreement(self._prefix, names.trained())
         self._pushes = GradientPushes(self._agreement, self._prefix, average, momentum)
@@ -89,7 +82,7 @@ class GradientSynchronizer(Consistency):
 
     def _watch(self, parameters: Iterable[Parameter]) -> None:
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(_weakly(self._on_gradient))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(weakly(self._on_gradient))  # type: ignore[no-untyped-call]
 
     def _advance(self, event: StepEvent) -> None:
         self._state = STEP[self._state][event]
@@ -359,7 +352,11 @@ class GradientSynchronizer(Consistency):
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
             self._pushes.outdated.add(owner)
-        elif self.accumulates or not self._pushes.are_early or not self._passes.is_last(parameter):
+        elif (
+            self.accumulates
+            or not self._pushes.are_early
+            or not self._passes.is_last(parameter, self.passes_per_step)
+        ):
             return
         elif parameter in self._agreement.sparse:
             self._pushes.push_sparse(parameter)
@@ -387,7 +384,7 @@ class GradientSynchronizer(Consistency):
         return UsageError(f"{reason}; zero_grad() ends this step")
 
 
-def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
+def weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
     """Returns a hook that does not keep the method's object alive and does nothing once that is gone."""
     reference = weakref.WeakMethod(method)
 
