@@ -88,6 +88,14 @@ def size() -> int:
     return PROCESS.world.size
 
 
+def ranks() -> tuple[int, ...]:
+    """Returns the ranks of the present workers, lowest first: 0, 1, …, :func:`size` - 1 until one is lost.
+
+    Only an elastic job continues after a loss. Workers hear of it at different times.
+    """
+    return tuple(sorted(PROCESS.world.ranks))
+
+
 def local_rank() -> int:
     """Returns this worker's rank among the workers on its machine."""
     return PROCESS.world.local_rank
