@@ -91,7 +91,7 @@ def _add_questions(add: _Add) -> None:
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C")
-    health = add("health", "check a role, for a container's probe: exit code 0 or 1")
+    health = add("health", "check a role, for a container's probe: exit code 0 or 1", note=found)
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="role of this node")
     drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK", note=found)
     drain.add_argument("rank", type=int, metavar="RANK", help="rank of the server, as zenps status shows it")

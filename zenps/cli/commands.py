@@ -82,14 +82,6 @@ def _load(args: argparse.Namespace) -> Loaded:
     return load(sets=[*args.set, *more], file=args.config)
 
 
-def _load_with_scheduler(args: argparse.Namespace) -> Config:
-    """Loads the settings, and checks that ``cluster.scheduler`` is set."""
-    config = _load(args).config
-    if not config.cluster.scheduler:
-        raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
-    return config
-
-
 def _load_or_find(args: argparse.Namespace) -> Config:
     """Loads the settings. Without ``cluster.scheduler``, they become those of a cluster on this machine."""
     loaded = _load(args)
@@ -157,7 +149,10 @@ def _scheduler(args: argparse.Namespace) -> int:
 
 
 def _server(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
+    config = _load(args).config
+    if not config.cluster.scheduler:
+        allowed = "'host:port' of the scheduler, by --set, ZENPS_CLUSTER_SCHEDULER or zenps.toml"
+        raise ConfigError("cluster.scheduler", "", allowed)
     from zenps.server import service
 
     return _serve("server", config, lambda: service.serve(config))
@@ -207,7 +202,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _health(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
+    config = _load_or_find(args)
     from .health import check
 
     # A scheduler has no rank, though the environment that it shares with other nodes may have one.

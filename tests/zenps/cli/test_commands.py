@@ -103,7 +103,8 @@ def test_command_that_does_not_exist_is_refused(zenps: Any, subcommand: str) -> 
     "arguments", [["server"], ["status"], ["drain", "0"], ["health", "--role", "server"]], ids=lambda a: a[0]
 )
 def test_scheduler_is_required(zenps: Any, arguments: list[str]) -> None:
-    assert_refused(zenps(*arguments), "cluster.scheduler", "host:port")
+    how = "by --set, ZENPS_CLUSTER_SCHEDULER or zenps.toml"
+    assert_refused(zenps(*arguments), "cluster.scheduler", "host:port", how)
 
 
 def test_a_rank_that_no_server_can_have(zenps: Any) -> None:
