@@ -73,7 +73,8 @@ def _add_roles(add: _Add) -> None:
         action="store_true",
         help="leave torchrun's variables out, for a CMD that would start torch.distributed when it sees them",
     )
-    scheduler = add("scheduler", "run the scheduler, at cluster.scheduler")
+    alone = "Without cluster.scheduler it listens on loopback at a free port, and only this machine can join."
+    scheduler = add("scheduler", "run the scheduler, at cluster.scheduler", note=alone)
     scheduler.add_argument(
         "--print-address",
         type=int,

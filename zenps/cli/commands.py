@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ from zenps.termination import TERMINATION
 from .arguments import make_parser, split_command
 from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
 from .local_clusters import find_cluster, find_clusters, published, write_address
+
+logger = logging.getLogger("zenps.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,6 +145,9 @@ def _scheduler(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
 
         def on_ready(address: str) -> None:
+            # A program that asks for the address starts the nodes itself.
+            if not config.cluster.scheduler and args.print_address is None:
+                logger.warning("cluster.scheduler is not set: on loopback, only this machine can join")
             stack.enter_context(published(config.cluster, address))
             write_address(args.print_address, address)
 

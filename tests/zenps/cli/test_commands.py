@@ -379,6 +379,14 @@ def test_scheduler_goes_on_under_nohup_and_says_what_ends_it(zenps: Any) -> None
     assert popen.returncode == 143
 
 
+def test_a_scheduler_without_an_address_says_who_can_join(zenps: Any) -> None:
+    popen = zenps.start("scheduler")
+    line = popen.stderr.readline()
+    assert "warning scheduler: cluster.scheduler is not set: on loopback, only this machine can join" in line
+    popen.terminate()
+    popen.communicate(timeout=30)
+
+
 def test_server_ends_on_sigterm(zenps: Any, scheduler: str) -> None:
     popen = zenps.start("server", "--set", f"cluster.scheduler={scheduler}")
     status = ("status", "--json", "--set", f"cluster.scheduler={scheduler}")
