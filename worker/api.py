@@ -44,7 +44,8 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         PeerLostError: a node was lost meanwhile, the job has failed, or workers cannot reach one another.
     """
     PROCESS.require_no_fork()
-    loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    file = Path(config) if config is not None else None
+    loaded = sources.load(sets=sets, file=file, option="sets")
     if PROCESS.has_joined(loaded.config):
         logger.debug("zenps.init() again, with the same settings: nothing to do")
         return
