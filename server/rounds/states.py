@@ -282,7 +282,7 @@ def _signature(push: Push) -> tuple[object, ...]:
 def _describe(push: Push) -> str:
     form = "" if push.values == "same" else f" as {push.values}"
     what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
-    if what.endswith((", averaged", ", summed")):  # a negotiation, which is summed itself
+    if not what.endswith(")"):  # a negotiation or a collective, whose own description says what it is for
         return what
     return f"{what}, {'averaged' if push.average else 'summed'}"
 

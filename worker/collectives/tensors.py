@@ -54,7 +54,7 @@ def allgather(tensor: Tensor, name: str) -> Tensor:
         tensor = tensor.detach()
         tensor = tensor if tensor.dim() else tensor.unsqueeze(0)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        given = f"rows of {dtype} {tuple(tensor.shape[1:])}"
+        given = f"rows of {dtype} {tuple(tensor.shape[1:])}, gathered"
     except TensorError as error:  # raised below, once the other ranks know
         refused = error
     prefix = f"allgather/{name}"
@@ -245,7 +245,8 @@ def _gather(
 
 def _push_refusal(name: str, error: ZenPSError, purpose: Purpose = "broadcast") -> None:
     """Takes part in a round for which this rank has no tensor, so that the others learn it at once."""
-    given = f"nothing: {error}"[:1024]
+    # With a full stop, because servers add to the description of a tensor whether it is summed or averaged.
+    given = f"nothing: {error}"[:1024] + "."
     options = Options(contributes=False, purpose=purpose, given=given)
     with contextlib.suppress(MismatchError):
         PROCESS.world.begin(Request(torch.empty(0, dtype=torch.uint8, device="cpu"), name, options)).wait()
