@@ -1351,6 +1351,13 @@ def test_max_norm_is_refused(make: Callable[[], nn.Module], world: FakeWorld) ->
     assert not world.pushed
 
 
+def test_max_norm_is_refused_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
+    table = nn.Embedding(10, 2, max_norm=1.0)
+    with pytest.raises(UsageError, match="max_norm"):
+        zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize("is_added", [False, True])
 def test_max_norm_of_a_table_that_joins_later_is_refused(is_added: bool, model: Model) -> None:
     """Ranks would apply it to the rows that each looks up, as in the first step."""
