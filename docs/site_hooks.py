@@ -142,7 +142,7 @@ def _api() -> str:
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     )
-    members = "".join(f"        - {name}\n" for name in names)
+    members = "".join(f"        - {name}\n" for name in names if not name.endswith("Error"))
     return (
         "# API\n\n[Usage](usage.md) shows how these work together.\n\n"
         f"::: zenps\n    options:\n      members:\n{members}\n"

@@ -44,7 +44,8 @@ def init(config: str | Path | None = None, sets: Sequence[str] = ()) -> None:
         PeerLostError: a node was lost meanwhile, the job has failed, or workers cannot reach one another.
     """
     PROCESS.require_no_fork()
-    loaded = sources.load(sets=sets, file=Path(config) if config is not None else None)
+    file = Path(config) if config is not None else None
+    loaded = sources.load(sets=sets, file=file, option="sets")
     if PROCESS.has_joined(loaded.config):
         logger.debug("zenps.init() again, with the same settings: nothing to do")
         return
@@ -86,6 +87,14 @@ def rank() -> int:
 def size() -> int:
     """Returns the number of workers."""
     return PROCESS.world.size
+
+
+def ranks() -> tuple[int, ...]:
+    """Returns the ranks of the present workers, lowest first: 0, 1, …, :func:`size` - 1 until one is lost.
+
+    Only an elastic job continues after a loss. Workers hear of it at different times.
+    """
+    return tuple(sorted(PROCESS.world.ranks))
 
 
 def local_rank() -> int:

@@ -48,6 +48,7 @@ class World(ABC):
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
         averager: averages models within groups of workers; None if there is no other worker to average with.
+        most: the number of workers as long as none is lost: all ranks are below it.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -64,6 +65,7 @@ class World(ABC):
     staleness: int
     averages_models: bool
     averager: GroupAverager | None
+    most: int
     is_elastic: bool
     is_joining: bool
 
@@ -128,7 +130,7 @@ class LocalWorld(World):
 
     rank = local_rank = 0
     ranks = (0,)
-    local_size = 1
+    local_size = most = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
     is_elastic = is_joining = False
@@ -195,6 +197,7 @@ class ClusterWorld(World):
         config, view = session.config, session.lease.view
         self.rank = view.rank
         self.is_joining = view.admitted > 0
+        self.most = config.cluster.workers
         self.is_elastic = config.cluster.is_elastic
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1

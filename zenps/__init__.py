@@ -1,13 +1,25 @@
 """ZenPS: a parameter server for PyTorch that synchronises sparse gradients.
 
-``import zenps as zps`` gives the worker's public names. They are fetched on first use (PEP 562), so
-that the scheduler and the command line, which need no torch, do not load it.
+``import zenps as zps`` gives the worker's public names, and the errors. The worker's are fetched on first use
+(PEP 562), so that the scheduler and the command line, which need no torch, do not load it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zenps.errors import (
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ProtocolError,
+    TensorError,
+    UnknownKeyError,
+    UsageError,
+    ZenPSError,
+)
 
 if TYPE_CHECKING:
     from zenps.worker import (
@@ -39,6 +51,7 @@ if TYPE_CHECKING:
         push_pull,
         push_pull_async,
         rank,
+        ranks,
         shutdown,
         size,
         sparsifier_state_dict,
@@ -50,10 +63,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommHookState",
+    "ConfigError",
+    "DeadlineError",
     "DistributedOptimizer",
+    "MismatchError",
+    "PeerLostError",
     "Pending",
+    "ProtocolError",
     "Stats",
+    "TensorError",
     "TrainingState",
+    "UnknownKeyError",
+    "UsageError",
+    "ZenPSError",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -77,6 +99,7 @@ __all__ = [
     "push_pull",
     "push_pull_async",
     "rank",
+    "ranks",
     "shutdown",
     "size",
     "sparsifier_state_dict",

@@ -67,16 +67,20 @@ def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused 
 
 def _closed_to_workers(job: Job) -> str:
     cluster = job.cluster
-    is_open = job.state == "gathering" or (cluster.is_elastic and job.state in ("confirming", "running"))
+    takes_replacements = cluster.is_elastic and job.state in ("confirming", "running")
+    is_open = job.state == "gathering" or takes_replacements
     is_complete = job.members.count("worker", *ALIVE) >= cluster.workers
     if is_open and not is_complete:
         return ""
     if not (is_open or is_complete or cluster.rejoin_seconds):
         return _ENDS
-    return (
-        f"the cluster is complete with {cluster.workers} worker(s) and {job.state}; "
-        "raise cluster.workers, or wait until this job has ended"
-    )
+    advice = "raise cluster.workers, or wait until this job has ended"
+    if takes_replacements:
+        advice = (
+            "if one of them was lost, start this one again when its lease has run out "
+            f"(cluster.lease_seconds = {cluster.lease_seconds:g})"
+        )
+    return f"the cluster is complete with {cluster.workers} worker(s) and {job.state}; {advice}"
 
 
 def _closed_to_servers(job: Job) -> str:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from zenps.errors import ProtocolError, listing
 from zenps.transitions import Transitions
-from zenps.wire.fields import AMONG_WORKERS, FailureKind
+from zenps.wire.fields import FailureKind
 from zenps.wire.messages import FromServer, Push
 
 from ..reducers.base import Answer, Outcome
@@ -282,7 +282,7 @@ def _signature(push: Push) -> tuple[object, ...]:
 def _describe(push: Push) -> str:
     form = "" if push.values == "same" else f" as {push.values}"
     what = push.given or f"{push.kind} {push.dtype}{form} {push.shape}"
-    if what.endswith(AMONG_WORKERS):  # a negotiation, which is summed itself
+    if not what.endswith(")"):  # of a negotiation or a collective: it says itself what becomes of the tensor
         return what
     return f"{what}, {'averaged' if push.average else 'summed'}"
 

@@ -127,7 +127,7 @@ def differ() -> dict[str, Any]:
 
 TENSOR, MISMATCH, USAGE = "TensorError", "MismatchError", "UsageError"
 ERRORS: dict[str, tuple[str, str, str]] = {
-    "gather dtype": (MISMATCH, MISMATCH, "rows of float64 (2,)"),
+    "gather dtype": (MISMATCH, MISMATCH, "rows of float64 (2,), gathered;"),
     "gather shape": (MISMATCH, MISMATCH, "rows of float32 (3,)"),
     "gather sparse": (TENSOR, MISMATCH, ""),
     "gather graph": (TENSOR, MISMATCH, ""),
@@ -139,7 +139,7 @@ ERRORS: dict[str, tuple[str, str, str]] = {
         MISMATCH,
         "expected a tensor, got list; leave it out, or send plain data by broadcast_object()",
     ),
-    "two roots": (MISMATCH, MISMATCH, "rank(s) 0 pushed dense float32 (3, 2) from rank 1"),
+    "two roots": (MISMATCH, MISMATCH, "rank(s) 0 pushed dense float32 (3, 2) from rank 1; rank(s)"),
     "no root": (USAGE, MISMATCH, "root_rank 5000: expected 0 to"),
     "no root at all": (USAGE, USAGE, "root_rank -1: expected 0 to"),
     "no number": (USAGE, USAGE, "root_rank '0'"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler, TensorDataset
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
@@ -291,7 +292,53 @@ def test_a_lost_root_of_a_broadcast_is_an_error() -> None:
         for result in lose_one(what):
             assert isinstance(result, Raised)
             assert result.kind == "RootLostError", "a PeerLostError"
-            assert "a broadcast's root was lost before it had pushed everything" in result.text
+            name = "object" if what.startswith("small") else "parameters"
+            text = f"broadcast of '{name}': root 1 is not in the job; present: 0, 2; pass one of these"
+            assert text in result.text
+
+
+def go_on_without_rank_0() -> dict[str, Any]:
+    zps.push_pull(torch.ones(1), "all are here")
+    if zps.rank() == 0:
+        die()
+    while zps.size() > 2:
+        time.sleep(0.01)
+    zps.barrier()  # a rank that did not know of the loss yet would choose another root
+    index, one = zps.ranks().index(zps.rank()), torch.ones(1)
+    handle = zps.broadcast_async(torch.ones(1), name="later")
+    return {
+        "ranks": zps.ranks(),
+        "saves": zps.rank() == zps.ranks()[0],
+        "shard": list(DistributedSampler(TensorDataset(torch.ones(4)), zps.size(), index, shuffle=False)),
+        "root": zps.broadcast(torch.tensor(zps.rank()), zps.ranks()[0]).item(),
+        "lost root": [
+            attempt(zps.synchronize, handle),
+            attempt(zps.broadcast, one),
+            attempt(zps.broadcast_object, "value"),
+            attempt(zps.broadcast_parameters, {"x": one}),
+        ],
+        "no rank": [attempt(zps.broadcast, one, 3), attempt(zps.broadcast_object, "value", 3)],
+    }
+
+
+def test_the_present_ranks_share_what_rank_0_did() -> None:
+    with going_on() as cluster:
+        workers = [cluster.start(go_on_without_rank_0, rank=rank) for rank in ALL]
+        results = [workers[rank].result() for rank in (1, 2)]
+        cluster.drain()
+    assert [result["ranks"] for result in results] == [(1, 2), (1, 2)]
+    assert [result["saves"] for result in results] == [True, False]
+    assert [result["shard"] for result in results] == [[0, 2], [1, 3]]
+    assert [result["root"] for result in results] == [1, 1]
+    for result in results:
+        later, *others = result["lost root"]
+        assert later.kind == "RootLostError"
+        assert "pass one of zenps.ranks() as root_rank" in later.text
+        for error, name in zip(others, ("tensor", "object", "parameters"), strict=True):
+            assert error.kind == "RootLostError"
+            text = f"broadcast of '{name}': root 0 is not in the job; present: 1, 2; pass one of these"
+            assert text in error.text
+        assert [error.kind for error in result["no rank"]] == ["UsageError", "UsageError"]
 
 
 def test_a_worker_and_a_server_lost_within_one_round_end_it() -> None:

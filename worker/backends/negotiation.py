@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zenps.wire.fields import AMONG_WORKERS
 
 from ..core.request import Options, describe
 
@@ -32,7 +31,7 @@ class Entries(NamedTuple):
 def description(tensor: Tensor, options: Options) -> str:
     """Describes a tensor, for servers to compare; must be the same on all ranks."""
     how = "averaged" if options.average else "summed"
-    return f"{options.given or describe(tensor)}, {how}{AMONG_WORKERS}"
+    return f"{options.given or describe(tensor)}, {how} among workers"
 
 
 def table_of(number: int, rows: int, rank: int, size: int) -> Tensor:

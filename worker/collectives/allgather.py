@@ -9,8 +9,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MAX_WORKERS
-
 from ..core.request import Options, Request
 from ..process import PROCESS
 
@@ -29,9 +27,8 @@ def allgather_int(value: int, name: str, options: Options = Options()) -> dict[i
         options: of the round.
     """
     world = PROCESS.world
-    # In an elastic job, ranks may see different numbers of workers.
-    size = MAX_WORKERS if world.is_elastic else world.size
-    values = torch.zeros(size, dtype=torch.int64, device="cpu")
+    # Not world.size: in an elastic job, ranks may see different numbers of workers.
+    values = torch.zeros(world.most, dtype=torch.int64, device="cpu")
     values[world.rank] = value
     values = world.begin(Request(values, name, options)).wait()
     return {rank: int(values[rank]) for rank in values.nonzero().flatten().tolist()}

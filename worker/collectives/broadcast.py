@@ -6,13 +6,13 @@ whatever their dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MAX_WORKERS
 from zenps.errors import MismatchError, TensorError, UsageError, listing
 
 from ..core.pending import Pending
@@ -45,7 +45,22 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     named = by_name(named_pairs(items, where, "model.state_dict()"), where)
     check_alike(named, root_rank)
-    _overwrite(named, root_rank)
+    with naming_root("parameters", root_rank):
+        _overwrite(named, root_rank)
+
+
+@contextlib.contextmanager
+def naming_root(name: str, root_rank: int) -> Iterator[None]:
+    """Context of a broadcast in which the error for a root that is gone names it, and the present ranks."""
+    try:
+        yield
+    except RootLostError:
+        # The view that this rank has may be from before the loss.
+        present = listing(rank for rank in PROCESS.world.ranks if rank != root_rank)
+        raise RootLostError(
+            f"broadcast of {name!r}: root {root_rank} is not in the job; present: {present}; "
+            "pass one of these as root_rank"
+        ) from None
 
 
 def named_pairs(items: object, where: str, such_as: str) -> list[tuple[Any, Any]]:
@@ -176,10 +191,11 @@ def broadcast_made(make: Callable[[], Any], root_rank: int, name: str) -> Any:
             data = pack_object(make())
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks know
             failed, data = error, pack_reason(error)
-    size = _agree(root_rank, -len(data) if failed else len(data), name)
-    check_size(abs(size))
-    packed = as_tensor(data) if data else torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
-    received = _begin(packed, f"broadcast/{name}/data", root_rank).wait().numpy().tobytes()
+    with naming_root(name, root_rank):
+        size = _agree(root_rank, -len(data) if failed else len(data), name)
+        check_size(abs(size))
+        packed = as_tensor(data) if data else torch.zeros(abs(size), dtype=torch.uint8, device="cpu")
+        received = _begin(packed, f"broadcast/{name}/data", root_rank).wait().numpy().tobytes()
     if size < 0:
         raise failed or UsageError(
             f"rank {root_rank} had nothing to broadcast: {received.decode(errors='replace')}"
@@ -197,9 +213,8 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     """
     world = PROCESS.world
     is_root = bool(world.rank == root_rank)  # NumPy's integers compare to its own bool
-    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
-    most = MAX_WORKERS if world.is_elastic else world.size
-    named = int(root_rank) if root_rank in range(most) else -1
+    # A lost root is reported by the round, because ranks may learn of the loss at different times.
+    named = int(root_rank) if root_rank in range(world.most) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
     ranks, roots, sum_named, sum_squares, size = summed.tolist()
@@ -209,7 +224,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
             f"it is {root_rank} on rank {world.rank}"
         )
     if named < 0:
-        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {most - 1}")
+        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {world.most - 1}")
     if not roots:
         raise RootLostError
     return int(size)
@@ -276,7 +291,8 @@ def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
             torch.empty_strided(shape, strides, dtype=DTYPES[dtype], device="cpu")
             for dtype, shape, strides in described
         ]
-    _overwrite({f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
+    with naming_root(name, root_rank):
+        _overwrite({f"{name}/{i}": tensor for i, tensor in enumerate(tensors)}, root_rank)
     return _put_together(skeleton, tensors)
 
 

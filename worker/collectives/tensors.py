@@ -10,13 +10,13 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from zenps.config.settings import MAX_WORKERS
 from zenps.errors import MismatchError, TensorError, UsageError, ZenPSError, listing
 
 from ..core.pending import Pending
 from ..core.request import Options, Purpose, Request, check_outside_graph, describe
 from ..process import PROCESS
 from .allgather import allgather_bytes, allgather_int
+from .broadcast import naming_root
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
 from .raw_bytes import as_bytes, check_dtype, check_strided, from_bytes
 
@@ -54,7 +54,7 @@ def allgather(tensor: Tensor, name: str) -> Tensor:
         tensor = tensor.detach()
         tensor = tensor if tensor.dim() else tensor.unsqueeze(0)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        given = f"rows of {dtype} {tuple(tensor.shape[1:])}"
+        given = f"rows of {dtype} {tuple(tensor.shape[1:])}, gathered"
     except TensorError as error:  # raised below, once the other ranks know
         refused = error
     prefix = f"allgather/{name}"
@@ -112,7 +112,8 @@ def broadcast(tensor: Tensor, root_rank: int = 0, name: str = "tensor") -> Tenso
     Returns:
         A new tensor on the device of ``tensor``, which does not require a gradient.
     """
-    return broadcast_async(tensor, root_rank, name).wait()
+    with naming_root(name, root_rank):
+        return broadcast_async(tensor, root_rank, name).wait()
 
 
 def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") -> Pending:
@@ -134,12 +135,12 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
         PeerLostError: the root was lost.
     """
     world, own = PROCESS.world, f"broadcast/{name}/tensor"
-    # In an elastic job a lost root is reported by the round: ranks may learn of the loss at different times.
-    most = MAX_WORKERS if world.is_elastic else world.size
     try:
         _check(tensor, name)
-        if root_rank not in range(most):
-            raise UsageError(f"broadcast of {name!r}: root_rank {root_rank!r:.60}: expected 0 to {most - 1}")
+        if root_rank not in range(world.most):
+            raise UsageError(
+                f"broadcast of {name!r}: root_rank {root_rank!r:.60}: expected 0 to {world.most - 1}"
+            )
     except (TensorError, UsageError) as error:
         _push_refusal(own, error)
         raise
@@ -243,7 +244,8 @@ def _gather(
 
 def _push_refusal(name: str, error: ZenPSError, purpose: Purpose = "broadcast") -> None:
     """Takes part in a round for which this rank has no tensor, so that the others learn it at once."""
-    given = f"nothing: {error}"[:1024]
+    # With a full stop, because servers add to the description of a tensor whether it is summed or averaged.
+    given = f"nothing: {error}"[:1024] + "."
     options = Options(contributes=False, purpose=purpose, given=given)
     with contextlib.suppress(MismatchError):
         PROCESS.world.begin(Request(torch.empty(0, dtype=torch.uint8, device="cpu"), name, options)).wait()

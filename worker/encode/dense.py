@@ -24,10 +24,16 @@ _NOTHING = memoryview(b"")
 
 
 class RootLostError(PeerLostError):
-    """The root of a broadcast was lost. All ranks raise it for the same broadcasts."""
+    """The root of a broadcast is gone. All ranks raise it for the same broadcasts."""
 
-    def __init__(self) -> None:
-        super().__init__("a broadcast's root was lost before it had pushed everything")
+    def __init__(
+        self,
+        reason: str = (
+            "broadcast: the root is not in the job, or was lost before it had pushed everything; pass one of "
+            "zenps.ranks() as root_rank"
+        ),
+    ) -> None:
+        super().__init__(reason)
 
 
 class WholeTransfer(OneRound):

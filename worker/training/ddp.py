@@ -63,14 +63,17 @@ class CommHookState:
     dense_group: dist.ProcessGroup | None = None
     """The group whose allreduce averages the dense buckets; None sends them over ZenPS too."""
 
-    _prefix: Prefix = field(default_factory=lambda: PROCESS.new_prefix("ddp"))
-    _residuals: Residuals = field(default_factory=Residuals)
-    _pushed: set[str] = field(default_factory=set)
+    _prefix: Prefix = field(init=False, default_factory=lambda: Prefix("ddp"))
+    _residuals: Residuals = field(init=False, default_factory=Residuals)
+    _pushed: set[str] = field(init=False, default_factory=set)
     """The names of all buckets so far."""
-    _in_flight: list[_Bucket] = field(default_factory=list)
-    _numbers: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    _in_flight: list[_Bucket] = field(init=False, default_factory=list)
+    _numbers: WeakTensorKeyDictionary = field(init=False, default_factory=WeakTensorKeyDictionary)
     """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
-    _next_number: itertools.count[int] = field(default_factory=itertools.count)
+    _next_number: itertools.count[int] = field(init=False, default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._prefix.take(PROCESS.numbers("ddp"))
 
     def _content(self, bucket: GradBucket) -> str:
         """Returns a hash of the bucket's parameters: DDP rebuilds its dense buckets after the first step."""
@@ -104,20 +107,24 @@ class CommHookState:
             _at_end_of_backward(partial(_raise, failure))
 
     def __copy__(self) -> CommHookState:
-        # Its prefix is taken when it is used: a copy that one rank alone makes, such as that of an averaged
-        # model, must not shift the prefixes of this rank.
-        return CommHookState(self.dense_group, _prefix=Prefix("ddp"))
+        return _LateState(self.dense_group)
 
     def __deepcopy__(self, _: object) -> CommHookState:
         return copy(self)
 
-    def __reduce__(self) -> tuple[Callable[[], CommHookState], tuple[()]]:
-        return _loaded, ()
+    def __reduce__(self) -> tuple[type[CommHookState], tuple[()]]:
+        return _LateState, ()
 
 
-def _loaded() -> CommHookState:
-    """Returns what a pickled state becomes: as for a copy, loading it on one rank alone shifts no prefix."""
-    return CommHookState(_prefix=Prefix("ddp"))
+class _LateState(CommHookState):
+    """A copied or loaded state. It takes its prefix when it is used: one that a single rank makes, such as
+    that of an averaged model, must not shift the prefixes of this rank.
+    """
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        """Takes no prefix yet."""
 
 
 def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
@@ -130,7 +137,7 @@ def _vectors(bucket: GradBucket) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-_default = CommHookState(_prefix=Prefix("ddp"))
+_default = _LateState()
 
 
 def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]:

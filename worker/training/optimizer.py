@@ -62,8 +62,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
     Raises:
         UsageError: ``zenps.init()`` was not called, ``optimizer`` is not an optimizer or is wrapped already,
             an argument is of another type, a parameter has no name, two have the same name,
-            ``sync.sparsifier`` cannot take the optimizer's momentum, the optimizer is LBFGS, an embedding has
-            ``max_norm``, or DistributedDataParallel has the same parameters.
+            ``sync.sparsifier`` cannot take the optimizer's momentum, an embedding has ``max_norm``,
+            DistributedDataParallel has the same parameters, or, in a cluster, the optimizer is LBFGS.
         TensorError: a parameter wraps other tensors, as a DTensor does; or it is one of complex numbers, and
             ``sync.consistency = ds-sync`` averages models.
         MismatchError: the ranks' parameters differ.
@@ -95,9 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         self._skip = self.applies = self._is_scaled = False
         names = ParameterNames(optimizer, named_parameters)
         own = names.trained()
+        check_modules(own.values())  # also alone, so that a script is tested before it costs a cluster
         if PROCESS.world.is_distributed:
             check_optimizer(optimizer)
-            check_modules(own.values())
             for parameter in own.values():
                 check_plain(parameter)
         self._correction = take_momentum(optimizer)

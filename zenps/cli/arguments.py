@@ -73,7 +73,8 @@ def _add_roles(add: _Add) -> None:
         action="store_true",
         help="leave torchrun's variables out, for a CMD that would start torch.distributed when it sees them",
     )
-    scheduler = add("scheduler", "run the scheduler, at cluster.scheduler")
+    alone = "Without cluster.scheduler it listens on loopback at a free port, and only this machine can join."
+    scheduler = add("scheduler", "run the scheduler, at cluster.scheduler", note=alone)
     scheduler.add_argument(
         "--print-address",
         type=int,
@@ -86,12 +87,13 @@ def _add_roles(add: _Add) -> None:
 
 def _add_questions(add: _Add) -> None:
     """Adds the subcommands that ask a live cluster or this machine."""
-    found = "Without cluster.scheduler, it is the one cluster that you run on this machine."
+    found = "Without cluster.scheduler, this asks the one cluster that you run on this machine."
     status = add("status", "show a live cluster", note=found)
     form = status.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON, for programs")
     form.add_argument("--watch", action="store_true", help="repeat every second, until Ctrl-C")
-    health = add("health", "check a role, for a container's probe: exit code 0 or 1")
+    probe = "check a role, for a container's probe: exit code 0 if it is healthy, 1 if not"
+    health = add("health", probe, note=f"A wrong setting gives 2. {found}")
     health.add_argument("--role", choices=("scheduler", "server"), required=True, help="role of this node")
     drain = add("drain", "make a server hand its slots to the others and end", operand=" RANK", note=found)
     drain.add_argument("rank", type=int, metavar="RANK", help="rank of the server, as zenps status shows it")
@@ -109,7 +111,7 @@ def _add_tools(add: _Add) -> None:
     trace.add_argument("out", type=Path, metavar="OUT", help="the file to write")
     trace.add_argument("parts", type=Path, nargs="+", metavar="PART", help="what a role wrote by sync.trace")
     _add_plan(add("plan", "recommend a scheme for CMD, or for a trace of it, on a network", command=None))
-    keygen = add("keygen", "create the keys of all nodes that a directory lacks", operand=" DIR")
+    keygen = add("keygen", "create the missing keys of all nodes in DIR", operand=" DIR")
     keygen.add_argument("directory", type=Path, metavar="DIR", help="created if need be, for its owner only")
     _add_counts(keygen)
 

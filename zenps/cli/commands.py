@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import logging
 import os
 import shutil
 import signal
@@ -24,6 +25,8 @@ from zenps.termination import TERMINATION
 from .arguments import make_parser, split_command
 from .exit_codes import CANNOT_START, FAILED, REFUSED, SIGNALLED
 from .local_clusters import find_cluster, find_clusters, published, write_address
+
+logger = logging.getLogger("zenps.cli")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,14 +83,6 @@ def _load(args: argparse.Namespace) -> Loaded:
     counts = {f"cluster.{name}s": getattr(args, f"{name}s", None) for name in ("worker", "server")}
     more = [f"{name}={count}" for name, count in counts.items() if count is not None]
     return load(sets=[*args.set, *more], file=args.config)
-
-
-def _load_with_scheduler(args: argparse.Namespace) -> Config:
-    """Loads the settings, and checks that ``cluster.scheduler`` is set."""
-    config = _load(args).config
-    if not config.cluster.scheduler:
-        raise ConfigError("cluster.scheduler", "", "'host:port' of the scheduler")
-    return config
 
 
 def _load_or_find(args: argparse.Namespace) -> Config:
@@ -150,6 +145,9 @@ def _scheduler(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
 
         def on_ready(address: str) -> None:
+            # A program that asks for the address starts the nodes itself.
+            if not config.cluster.scheduler and args.print_address is None:
+                logger.warning("cluster.scheduler is not set: on loopback, only this machine can join")
             stack.enter_context(published(config.cluster, address))
             write_address(args.print_address, address)
 
@@ -157,7 +155,10 @@ def _scheduler(args: argparse.Namespace) -> int:
 
 
 def _server(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
+    config = _load(args).config
+    if not config.cluster.scheduler:
+        allowed = "'host:port' of the scheduler, by --set, ZENPS_CLUSTER_SCHEDULER or zenps.toml"
+        raise ConfigError("cluster.scheduler", "", allowed)
     from zenps.server import service
 
     return _serve("server", config, lambda: service.serve(config))
@@ -207,7 +208,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _health(args: argparse.Namespace) -> int:
-    config = _load_with_scheduler(args)
+    config = _load_or_find(args)
     from .health import check
 
     # A scheduler has no rank, though the environment that it shares with other nodes may have one.

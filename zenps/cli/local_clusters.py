@@ -179,7 +179,8 @@ def find_cluster(loaded: Loaded) -> LocalCluster:
     found = find_clusters(loaded)
     if not found:
         expected = "'host:port' of the scheduler, because no cluster of yours was found on this machine"
-        raise ConfigError("cluster.scheduler", "", f"{expected}; zenps launch starts one")
+        how = "set it by --set, ZENPS_CLUSTER_SCHEDULER or zenps.toml; zenps launch starts a cluster"
+        raise ConfigError("cluster.scheduler", "", f"{expected}; {how}")
     if len(found) > 1:
         choices = listing(found, "; ")
         raise ConfigError("cluster.scheduler", "", f"one of {len(found)} clusters on this machine: {choices}")

@@ -64,6 +64,7 @@ def load(
     sets: Sequence[str] = (),
     file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
+    option: str = "--set",
 ) -> Loaded:
     """Reads, merges and checks all sources of settings, in the order that the module gives.
 
@@ -71,6 +72,7 @@ def load(
         sets: ``section.field=value`` strings.
         file: a TOML file that must exist.
         environ: the environment variables.
+        option: what the user calls ``sets``.
 
     Raises:
         ConfigError: a key is unknown, a value is out of bounds or does not fit the others, or a file cannot
@@ -81,7 +83,7 @@ def load(
         | _from_torchrun(environ)
         | _from_byteps(environ)
         | _from_environment(environ)
-        | _from_sets(sets)
+        | _from_sets(sets, option)
     )
     values: dict[str, dict[str, object]] = {}
     for name, (raw, source) in settings.items():
@@ -282,13 +284,13 @@ def _from_environment(environ: Mapping[str, str]) -> _Layer:
     return layer
 
 
-def _from_sets(sets: Sequence[str]) -> _Layer:
+def _from_sets(sets: Sequence[str], option: str) -> _Layer:
     layer: _Layer = {}
     for item in list_of(sets):
         name, equals, value = item.partition("=")
         if not equals:
-            raise ConfigError("--set", item, "section.field=value")
-        layer[_known(name.strip())] = (value.strip(), "--set")
+            raise ConfigError(option, item, "section.field=value")
+        layer[_known(name.strip())] = (value.strip(), option)
     return layer
 
 

@@ -39,7 +39,5 @@ Load = Annotated[dict[Annotated[str, Meta(max_length=64)], float], Meta(max_leng
 """Numbers that a node reports with each heartbeat, for ``zenps status``."""
 Late = Annotated[dict[Rank, float], Meta(max_length=MAX_RANKS)]
 """Seconds that others have waited, by the rank that they waited for."""
-AMONG_WORKERS = " among workers"
-"""Ends what a negotiation says of its tensor. A server sums only the negotiation's own message."""
 Shared = tuple[Count, Count]
 """Values that travel in no frame: their offset in the sender's shared memory, and their size in bytes."""

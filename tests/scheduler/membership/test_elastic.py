@@ -232,7 +232,10 @@ def test_a_joining_worker_without_a_rank_gets_the_lowest_that_is_free(short: Mem
 def test_no_worker_joins_a_complete_job(running: Membership, rank: int) -> None:
     (send,) = running.on_message(JOINING, register("worker", rank, pid=7), 1.0)
     assert isinstance(send.message, Refused)
-    assert "the cluster is complete with 3 worker(s)" in send.message.reason
+    assert send.message.reason == (
+        "the cluster is complete with 3 worker(s) and running; if one of them was lost, start this one again "
+        f"when its lease has run out (cluster.lease_seconds = {LEASE_SECONDS:g})"
+    )
 
 
 def test_a_joining_worker_cannot_have_the_rank_of_a_member(short: Membership) -> None:

@@ -523,7 +523,8 @@ def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:
         ({"columns": 2}, "of which number 0 has 4 positions of 2 element(s)"),
         ({"values": "int8"}, "rank(s) 1 pushed sparse float32 as int8 (8, 4)"),
         ({"span": 7}, "of which number 0 has 7 positions of 4 element(s)"),
-        ({"given": "drained sparse"}, "rank(s) 1 pushed drained sparse, averaged"),
+        ({"given": "drained sparse (8, 4)"}, "rank(s) 1 pushed drained sparse (8, 4), averaged"),
+        ({"given": "in a negotiation, summed"}, "rank(s) 1 pushed in a negotiation, summed"),
     ],
 )
 def test_a_mismatch_names_tensor_ranks_and_what_each_pushed(fields: dict[str, Any], text: str) -> None:
@@ -549,6 +550,17 @@ def test_a_mismatch_tells_a_negotiation_from_a_push_to_servers() -> None:
     assert disagreement([make_held(0, KEY).push, negotiation.push]) == (
         f"ranks disagree: rank(s) 0 pushed sparse float32 (8, 4), averaged; rank(s) 1 pushed {given}"
     )
+
+
+@pytest.mark.parametrize("purpose", ["from rank {}", "for its {}", ", gathered {}"])
+def test_a_mismatch_of_a_collective_says_nothing_of_sums(purpose: str) -> None:
+    rounds, given = make_rounds(2), f"dense float32 (8,) {purpose}"
+    rounds.on_push(make_held(0, KEY, average=False, given=given.format(0)), 0.0)
+    (reply,) = rounds.on_push(make_held(1, KEY, average=False, given=given.format(1)), 0.0)
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.message, Failure)
+    expected = f"rank(s) 0 pushed {given.format(0)}; rank(s) 1 pushed {given.format(1)}"
+    assert reply.message.reason.endswith(expected)
 
 
 @pytest.mark.parametrize("fields", [{"rows": 3}, {"codec": "bitmap"}])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import multiprocessing
 import pickle
 import weakref
@@ -102,6 +103,10 @@ def test_dropped_state_frees_its_residuals(monkeypatch: pytest.MonkeyPatch) -> N
     del state, residuals
     gc.collect()
     assert gone() is None
+
+
+def test_a_state_is_constructed_with_what_users_choose() -> None:
+    assert [*inspect.signature(CommHookState).parameters] == ["dense_group"]
 
 
 def pickled(state: CommHookState) -> CommHookState:

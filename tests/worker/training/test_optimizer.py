@@ -63,7 +63,7 @@ class FakeWorld(World):
 
     rank = local_rank = 0
     ranks: tuple[int, ...] = (0,)
-    local_size = 1
+    local_size = most = 1
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1
@@ -1366,6 +1366,13 @@ def test_max_norm_is_refused(make: Callable[[], nn.Module], world: FakeWorld) ->
     with pytest.raises(UsageError, match=r"Embedding.*max_norm.*diverge"):
         zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
     assert not world.pushed
+
+
+def test_max_norm_is_refused_alone_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
+    table = nn.Embedding(10, 2, max_norm=1.0)
+    with pytest.raises(UsageError, match="max_norm"):
+        zps.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("is_added", [False, True])

@@ -103,7 +103,8 @@ def test_command_that_does_not_exist_is_refused(zenps: Any, subcommand: str) -> 
     "arguments", [["server"], ["status"], ["drain", "0"], ["health", "--role", "server"]], ids=lambda a: a[0]
 )
 def test_scheduler_is_required(zenps: Any, arguments: list[str]) -> None:
-    assert_refused(zenps(*arguments), "cluster.scheduler", "host:port")
+    how = "by --set, ZENPS_CLUSTER_SCHEDULER or zenps.toml"
+    assert_refused(zenps(*arguments), "cluster.scheduler", "host:port", how)
 
 
 def test_a_rank_that_no_server_can_have(zenps: Any) -> None:
@@ -376,6 +377,14 @@ def test_scheduler_goes_on_under_nohup_and_says_what_ends_it(zenps: Any) -> None
     popen.terminate()
     popen.communicate(timeout=30)
     assert popen.returncode == 143
+
+
+def test_a_scheduler_without_an_address_says_who_can_join(zenps: Any) -> None:
+    popen = zenps.start("scheduler")
+    line = popen.stderr.readline()
+    assert "warning scheduler: cluster.scheduler is not set: on loopback, only this machine can join" in line
+    popen.terminate()
+    popen.communicate(timeout=30)
 
 
 def test_server_ends_on_sigterm(zenps: Any, scheduler: str) -> None:

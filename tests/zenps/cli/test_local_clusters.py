@@ -64,6 +64,8 @@ def test_the_only_cluster_is_found_until_it_ends(zenps: Any) -> None:
     assert json.loads(status.stdout)["nodes"][0]["address"] == address
     drain = zenps("drain", "0", "--timeout-seconds", "30")
     assert drain.stderr.startswith(f"zenps: found your cluster at {address}\nzenps: the job is gathering")
+    health = zenps("health", "--role", "scheduler")
+    assert (health.returncode, health.stderr) == (0, f"zenps: found your cluster at {address}\n")
     doctor = zenps("doctor")
     assert re.search(rf"scheduler +{address}: gathering", doctor.stdout)
     assert re.search(r"gathering: 0 of 1 worker\(s\) and \d of 2 server\(s\)", doctor.stdout)
@@ -71,7 +73,7 @@ def test_the_only_cluster_is_found_until_it_ends(zenps: Any) -> None:
     end(popen)
     ended = zenps("status")
     assert ended.returncode == 2
-    assert "no cluster of yours was found on this machine; zenps launch starts one" in ended.stderr
+    assert "no cluster of yours was found on this machine" in ended.stderr
 
 
 def test_one_of_several_clusters_has_to_be_chosen(zenps: Any) -> None:
@@ -219,7 +221,7 @@ def test_what_is_no_directory_of_this_user_is_not_used(directory: Path, kind: st
         directory.parent.rmdir()
     with published(ClusterConfig(), ADDRESS):
         assert found() == []
-    with pytest.raises(ConfigError, match="zenps launch starts one"):
+    with pytest.raises(ConfigError, match="zenps launch starts a cluster"):
         find_cluster(load(environ={}))
 
 

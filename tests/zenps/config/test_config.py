@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zenps as zps
 from zenps.config import sizes
 from zenps.config import sources as config_module
 from zenps.config.settings import FIELDS, MIB, PARTITIONS, SPARSIFIERS, Config
@@ -258,6 +259,12 @@ def test_set_needs_an_equals_sign() -> None:
     assert refusal(sets="sync.granule=8") == (
         """sets = 'sync.granule=8': expected a list of strings, such as ["sync.density=0.1"]"""
     )
+
+
+def test_a_script_is_told_of_its_argument_not_of_an_option() -> None:
+    for item, text in {"foo": r"sets = 'foo': expected", "sync.density=x": r"\(set by sets\)"}.items():
+        with pytest.raises(ConfigError, match=text):
+            zps.init(sets=[item])
 
 
 @pytest.mark.parametrize(
