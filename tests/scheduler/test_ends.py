@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from tests.ports import hold_port
 from zenps.scheduler.ends import PROBE_SECONDS, Ends, _target
 from zenps.wire.connections import Connections
 from zenps.wire.frames import MAX_ENVELOPE_BYTES
@@ -28,7 +29,8 @@ class Scheduler:
     def __init__(self, ctx: zmq.Context[Socket]) -> None:
         self.socket, self.address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
         self.connections = Connections(self.socket, MAX_ENVELOPE_BYTES)
-        self.data = net.create_server(("127.0.0.1", 0))
+        self.port = hold_port()  # once the data socket is closed, nobody else may listen there
+        self.data = net.create_server(self.port.getsockname())
         """That of the server. It listens, and nobody accepts, as in a paused process."""
         self.announced = f"tcp://127.0.0.1:{self.data.getsockname()[1]}"
         self.ends = Ends(self.connections, lambda peer: self.announced if peer == PEER else "")
@@ -63,6 +65,7 @@ def scheduler(ctx: zmq.Context[Socket]) -> Iterator[Scheduler]:
     made.connections.close()
     made.socket.close()
     made.data.close()
+    made.port.close()
 
 
 def connected(ctx: zmq.Context[Socket], scheduler: Scheduler, identity: bytes = PEER) -> Socket:
