@@ -22,7 +22,7 @@ def test_weights_keep_their_bits_while_servers_and_the_scheduler_are_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(harness, "LOGS", tmp_path)
-    report = chaos(1, Counts(kills=4, scheduler_kills=1, drains=1, joins=1), 200, lease_seconds=1.5, seed=1)
+    report = chaos(1, Counts(kills=4, scheduler_kills=1, drains=1, joins=1), 200, lease_seconds=4.0, seed=1)
     assert report.faults == []
     assert report.good
     assert sum(report.kills.values()) == 4

@@ -73,6 +73,13 @@ def await_file(path: Path) -> None:
         time.sleep(0.01)
 
 
+def await_ranks(path: Path) -> None:
+    """A barrier of files: none that fails with a round, or at a deadline of the job."""
+    path.with_name(f"{path.name}{zps.rank()}").touch()
+    for rank in range(zps.size()):
+        await_file(path.with_name(f"{path.name}{rank}"))
+
+
 def copies_to_shared_memory() -> list[int]:
     """The bytes of each copy that this process makes into shared memory from now on."""
     copies: list[int] = []

@@ -20,7 +20,7 @@ import zmq
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
-from tests.integration.scraping import parse, scrape
+from tests.integration.scraping import await_samples, parse, scrape
 from tests.integration.test_hostile import make_table, make_vector, resident_bytes, train
 from tests.integration.zmtp import MORE, connected, frame, knock
 from zenps.config import sources as config
@@ -179,6 +179,8 @@ def test_a_message_without_end_costs_its_sender_the_connection(
             # Some 10 MB/s, so that the bound shows beside what arrives between two looks.
             time.sleep(0.006)
     assert 2 * MIB < sent < 100 * MIB
+    # The connection is gone a moment before it is counted.
+    await_samples(target.metrics, lambda samples: samples["zenps_cut_connections_total", ""] > cut)
     assert target.cut() == cut + 1
     # libzmq holds some 64 bytes for a frame of one, and a server keeps what is freed.
     assert most_growth(target.pid, before, 200 * MIB) < 200 * MIB

@@ -125,7 +125,7 @@ def test_worker_that_knows_another_key_of_a_server_does_not_hang(keys: Path, tmp
     outdated.write_text(text.replace(line, f'server-0 = "{public.decode()}"'))
     settings = {
         "security.keys": outdated,
-        "cluster.rendezvous_seconds": 1,
+        "cluster.rendezvous_seconds": 5,
         "cluster.lease_seconds": 1,
         "cluster.deadline_seconds": DEADLINE_SECONDS,
     }

@@ -247,9 +247,10 @@ def test_a_lost_server_and_a_returning_worker(tmp_path: Path) -> None:
 # ── without a state ─────────────────────────────────────────────────────────────────────────────
 
 
-def wait_for_the_dead(what: str) -> Any:
+def wait_for_the_dead(what: str, path: Path) -> Any:
     """Rank 1 is killed while the others wait for it."""
     zps.push_pull(torch.ones(1), "all are here")
+    (path / f"{what}{zps.rank()}").touch()
     if zps.rank() == 1:
         time.sleep(DEADLINE_SECONDS)
     values = torch.full((70_000,), float(zps.rank()))
@@ -264,11 +265,12 @@ def wait_for_the_dead(what: str) -> Any:
             return attempt(zps.broadcast_parameters, {"x": values}, 1)
 
 
-def lose_one(what: str, *, with_a_server: bool = False) -> list[Any]:
+def lose_one(what: str, path: Path, *, with_a_server: bool = False) -> list[Any]:
     with going_on() as cluster:
-        workers = [cluster.start(wait_for_the_dead, what, rank=rank) for rank in ALL]
-        cluster.await_state("running")
-        time.sleep(0.5)
+        workers = [cluster.start(wait_for_the_dead, what, path, rank=rank) for rank in ALL]
+        for rank in ALL:
+            await_file(path / f"{what}{rank}")
+        time.sleep(0.5)  # the others begin to wait
         workers[1].kill()
         if with_a_server:
             cluster.servers[0].kill()
@@ -276,20 +278,20 @@ def lose_one(what: str, *, with_a_server: bool = False) -> list[Any]:
 
 
 @pytest.mark.long
-def test_a_loss_completes_a_barrier() -> None:
-    assert lose_one("barrier") == [[None, None]] * 2
+def test_a_loss_completes_a_barrier(tmp_path: Path) -> None:
+    assert lose_one("barrier", tmp_path) == [[None, None]] * 2
 
 
 @pytest.mark.long
-def test_averages_are_over_those_that_are_present() -> None:
-    for result in lose_one("push"):
+def test_averages_are_over_those_that_are_present(tmp_path: Path) -> None:
+    for result in lose_one("push", tmp_path):
         assert torch.equal(result, torch.full((70_000,), 1.0)), "of 0 and 2"
 
 
 @pytest.mark.long
-def test_a_lost_root_of_a_broadcast_is_an_error() -> None:
+def test_a_lost_root_of_a_broadcast_is_an_error(tmp_path: Path) -> None:
     for what in ("small broadcast", "large broadcast"):
-        for result in lose_one(what):
+        for result in lose_one(what, tmp_path):
             assert isinstance(result, Raised)
             assert result.kind == "RootLostError", "a PeerLostError"
             name = "object" if what.startswith("small") else "parameters"
@@ -341,8 +343,8 @@ def test_the_present_ranks_share_what_rank_0_did() -> None:
         assert [error.kind for error in result["no rank"]] == ["UsageError", "UsageError"]
 
 
-def test_a_worker_and_a_server_lost_within_one_round_end_it() -> None:
-    for result in lose_one("push", with_a_server=True):
+def test_a_worker_and_a_server_lost_within_one_round_end_it(tmp_path: Path) -> None:
+    for result in lose_one("push", tmp_path, with_a_server=True):
         assert isinstance(result, Raised)
         assert result.kind == "PeerLostError"
         # Workers may hear of both at once, or of the server first: then the other one says so.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
+from tests.integration.interrupts import interrupted_after
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
 
@@ -313,8 +313,7 @@ def interrupt_backward(store: Path) -> list[dict[str, Tensor]]:
         parallel.zero_grad()
         loss = loss_of(parallel, step, zps.rank())
         if step == 1 and zps.rank() == 0:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_after(1.0):
                 loss.backward()
             interrupted.touch()
         else:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
+from tests.integration.interrupts import interrupted_after
 from tests.integration.scraping import Samples, parse
 from tests.integration.test_ssp import attempt_ddp
 from zenps.worker.backends.peers.schedule import make_cycle
@@ -323,10 +322,7 @@ def interrupt_and_go_on(directory: Path) -> State:
         if (zps.rank(), step) == (1, 2):
             await_file(directory / "interrupted")
         if (zps.rank(), step) == (0, 2):
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-            signal.alarm(1)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            with pytest.raises(KeyboardInterrupt):
+            with interrupted_after(1.0):
                 optimizer.step()
             (directory / "interrupted").touch()
         else:

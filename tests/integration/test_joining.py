@@ -133,11 +133,11 @@ def test_a_partition_that_does_not_exist() -> None:
 
 
 def test_rendezvous_names_who_is_missing() -> None:
-    settings = {"cluster.rendezvous_seconds": 4}
+    settings = {"cluster.rendezvous_seconds": 10}
     with Cluster(workers=3, servers=2, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         error = cluster.start(join, rank=2, init=False).result()
         assert error.kind == "DeadlineError"
-        assert "missing after 4 s: 2 of 3 worker(s) (rank 0, 1)" in error.text
+        assert "missing after 10 s: 2 of 3 worker(s) (rank 0, 1)" in error.text
         for process in (*cluster.servers, cluster.scheduler):
             assert process.wait() != 0
             assert "2 of 3 worker(s) (rank 0, 1)" in process.log

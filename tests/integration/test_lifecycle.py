@@ -87,7 +87,7 @@ def join_twice(seconds: float) -> list[Any]:
 
 
 def test_workers_join_again_where_the_scheduler_waits_for_them() -> None:
-    with Cluster(settings={"cluster.rejoin_seconds": 3}) as cluster:
+    with Cluster(settings={"cluster.rejoin_seconds": 8}) as cluster:
         workers = [cluster.start(join_twice, 0.5, rank=rank, init=False) for rank in range(2)]
         assert [worker.result() for worker in workers] == [[[2.0] * 3, [4.0] * 3]] * 2
         cluster.drain()

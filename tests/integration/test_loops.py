@@ -586,8 +586,8 @@ def run_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[dict[str, Any]]]:
-    # Small buckets, so that there are several; a short deadline, in case a rank waits for nothing.
-    settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 3}
+    # Small buckets, so that there are several; a deadline, in case a rank waits for nothing.
+    settings = {"sync.bucket_bytes": 1024, "cluster.deadline_seconds": 20}
     with Cluster(settings=settings) as cluster:
         yield cluster.run(run_all, seconds=200)  # some thirty loops; torch compiles one
 

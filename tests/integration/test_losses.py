@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import zenps as zps
-from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file
+from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, await_file, await_ranks
 from tests.integration.scripts import run_script
 from zenps.worker.process import PROCESS
 
 RENDEZVOUS_SECONDS = 4.0
-SLACK_SECONDS = 2.0
+SLACK_SECONDS = 10.0
 """What a machine that is busy with others may add to the lease."""
 
 
@@ -31,6 +31,7 @@ def miss(missed: Path) -> dict[str, Any]:
     outcomes["push"] = attempt(zps.push_pull, torch.ones(3), "x")
     if zps.rank() == 0:
         missed.touch()
+    await_ranks(missed.with_name("ready"))
     outcomes["next"] = attempt(zps.push_pull, torch.ones(3), "x")
     return outcomes
 

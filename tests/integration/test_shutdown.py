@@ -16,7 +16,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-END_SECONDS = 5.0
+END_SECONDS = 30.0
+GRACE_SECONDS = 20.0
+LEASE_SECONDS = 60.0  # no job ends by it in time
+
+PATIENT_ZENPS = f"""
+import sys
+from zenps.cli import __main__, supervisor
+supervisor.GRACE_SECONDS = {GRACE_SECONDS}
+sys.exit(__main__.main())
+"""
+"""On a busy machine an interpreter that has imported torch may take longer to end than the usual grace."""
 
 OUTSIDE = {"ctrl-c": (signal.SIGINT, 130), "sigterm": (signal.SIGTERM, 143)}
 INSIDE = {"exception": 1, "sys.exit": 7, "os._exit": 8, "kill": 137, "sigterm worker": 143}
@@ -129,8 +139,11 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CHOSEN)
 def test_launch(zenps: Any, train: Path, case: Case) -> None:
-    arguments = ("launch", "--workers", "2", "--servers", "1", "--", sys.executable, str(train))
-    popen = zenps.start(*arguments, env={"STATE": case.state, "WAY": case.way}, start_new_session=True)
+    lease = ("--set", f"cluster.lease_seconds={LEASE_SECONDS}")
+    arguments = ("--workers", "2", "--servers", "1", *lease, "--", sys.executable, str(train))
+    env = {"STATE": case.state, "WAY": case.way}
+    program = (sys.executable, "-c", PATIENT_ZENPS)
+    popen = zenps.start("launch", *arguments, env=env, start_new_session=True, program=program)
     lines = await_ready(popen, 2 if case.state == "rendezvous" else 1)
     if case.way in OUTSIDE:
         time.sleep(0.2)  # rank 1 stops, or rank 0 begins to wait
@@ -168,7 +181,8 @@ def assert_only_the_users_tracebacks(case: Case, text: str) -> None:
     assert all("train.py" in block for block in blocks)
     assert not any(" | Traceback" in line and not line.startswith("worker") for line in text.splitlines())
     if case.way in OUTSIDE:
-        assert blocks == []
+        # Rank 1 is told to end first: rank 0 may see it leave before it is told, too.
+        assert all("left the job" in block for block in blocks)
     if case.way == "exception":
         assert "RuntimeError: the user's own" in text
 
@@ -226,6 +240,6 @@ def test_a_handler_of_the_script_may_call_shutdown_within(zenps: Any, tmp_path: 
     popen = zenps.start("launch", *arguments, env={"STATE": state}, start_new_session=True)
     (line,) = await_ready(popen, 1)
     out, err = popen.communicate(timeout=60)
-    assert time.time() - float(line.split()[-1]) < 4 * END_SECONDS, err
+    assert time.time() - float(line.split()[-1]) < END_SECONDS, err
     assert popen.returncode == 7, out + err
     assert "Traceback" not in out + err

@@ -188,13 +188,19 @@ def test_an_agreed_exchange_is_that_of_one_process(scheme: str, name: str) -> No
         assert stats.selected_elements < stats.union_elements < 4 * DENSITY * stats.whole_elements
 
 
-def train_past_losses(directory: Path) -> tuple[dict[str, Tensor], int]:
+KILLED_AFTER = (5, 15)
+"""Steps after which a server is killed."""
+
+
+def train_past_losses(directory: Path, kills: int) -> tuple[dict[str, Tensor], int]:
     """Trains; says after each step how far it is. Returns the values and how often the ring has changed."""
     model = make_model()
     optimizer = zps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), RATE, momentum=0.5), model.named_parameters()
     )
     for step in range(4 * STEPS):
+        if (before := step - 1) in KILLED_AFTER[:kills]:
+            await_file(directory / f"killed{before}")
         optimizer.zero_grad()
         loss_of(model, step, zps.rank()).backward()
         optimizer.step()
@@ -215,10 +221,11 @@ def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values
         directory = tmp_path / str(kills)
         directory.mkdir()
         with Cluster(RANKS, 4, settings, lease_seconds=LEASE_SECONDS) as cluster:
-            workers = [cluster.start(train_past_losses, directory, rank=rank) for rank in range(RANKS)]
-            for killed in range(kills):
-                await_file(directory / f"step{5 + 10 * killed}")
-                cluster.servers[killed].kill()
+            workers = [cluster.start(train_past_losses, directory, kills, rank=rank) for rank in range(RANKS)]
+            for server, step in zip(cluster.servers, KILLED_AFTER[:kills], strict=False):
+                await_file(directory / f"step{step}")
+                server.kill()
+                (directory / f"killed{step}").touch()
             results = [worker.result() for worker in workers]
         for trained, ring_epoch in results:
             assert (ring_epoch > 1) == (kills > 0)

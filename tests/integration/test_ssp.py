@@ -301,10 +301,16 @@ def test_what_join_throws_away_loses_no_step_before(staleness: int) -> None:
 # ── losses and checkpoints ──────────────────────────────────────────────────────────────────────
 
 
-def train_past_losses(directory: Path) -> tuple[State, int]:
+LOST_AFTER = (5, 15)
+"""Steps after which a server is lost."""
+
+
+def train_past_losses(directory: Path, losses: int) -> tuple[State, int]:
     model = make_model()
     (optimizer,) = wrap(model, "adagrad")
     for step in range(30):
+        if (before := step - 1) in LOST_AFTER[:losses]:
+            await_file(directory / f"lost{before}")
         optimizer.zero_grad()
         loss_of(model, step, zps.rank()).backward()
         optimizer.step()
@@ -318,20 +324,23 @@ def train_past_losses(directory: Path) -> tuple[State, int]:
 
 def test_servers_that_are_killed_or_leave_change_no_bit(tmp_path: Path) -> None:
     found = []
-    for kills in (0, 2):
-        directory = tmp_path / str(kills)
+    for losses in (0, 2):
+        directory = tmp_path / str(losses)
         directory.mkdir()
         with Cluster(RANKS, 4, settings(3), lease_seconds=LEASE_SECONDS) as cluster:
-            workers = [cluster.start(train_past_losses, directory, rank=rank) for rank in range(RANKS)]
-            for killed in range(kills):
-                await_file(directory / f"step{5 + 10 * killed}")
-                if killed:  # hands its slots over and ends
-                    os.kill(cluster.servers[killed].pid, signal.SIGTERM)
+            workers = [
+                cluster.start(train_past_losses, directory, losses, rank=rank) for rank in range(RANKS)
+            ]
+            for lost, step in enumerate(LOST_AFTER[:losses]):
+                await_file(directory / f"step{step}")
+                if lost:  # hands its slots over and ends
+                    os.kill(cluster.servers[lost].pid, signal.SIGTERM)
                 else:
-                    cluster.servers[killed].kill()
+                    cluster.servers[lost].kill()
+                (directory / f"lost{step}").touch()
             results = [worker.result() for worker in workers]
         for state, ring_epoch in results:
-            assert (ring_epoch > 1) == (kills > 0)
+            assert (ring_epoch > 1) == (losses > 0)
             found.append(state)
     assert_bits(found)
 
@@ -490,7 +499,9 @@ def train_elastically(directory: Path) -> State:
     model = make_model()
     (optimizer,) = wrap(model, "adagrad")
     state = zps.TrainingState(model, [optimizer], step=0)
-    while state.step < 40:
+    while state.step < 40 or zps.size() < 2:
+        if state.step == 6:
+            await_file(directory / "killed")
         optimizer.zero_grad()
         loss_of(model, state.step, zps.rank()).backward()
         optimizer.step()
@@ -509,6 +520,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         workers = [cluster.start(train_elastically, tmp_path, rank=rank) for rank in range(2)]
         await_file(tmp_path / "rank1step5")
         workers[1].kill()
+        (tmp_path / "killed").touch()
         cluster.await_epoch(2)
         joining = cluster.start(train_elastically, tmp_path)
         results = [workers[0].result(), joining.result()]

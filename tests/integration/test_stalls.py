@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scraping import await_samples
 
 STALL_SECONDS = 1.0
@@ -36,8 +36,8 @@ def await_stall(cluster: Cluster, text: str) -> None:
 
 
 def test_uneven_inputs_say_what_each_rank_waits_for(tmp_path: Path) -> None:
-    settings = {"cluster.stall_seconds": STALL_SECONDS, "cluster.deadline_seconds": 4}
-    with Cluster(workers=2, servers=1, settings=settings, lease_seconds=2.0) as cluster:
+    settings = {"cluster.stall_seconds": STALL_SECONDS, "cluster.deadline_seconds": 10}
+    with Cluster(workers=2, servers=1, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(uneven, tmp_path / "done", rank=rank) for rank in range(2)]
         cluster.await_state("running")
         text = "rank 0: tensor 'optimizer0/bucket0/0', step 3; rank 1: barrier"

@@ -96,7 +96,7 @@ def test_workers_of_torchrun_join_again(tmp_path: Path, restarts: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(REJOIN)
     with Cluster(
-        workers=RANKS, lease_seconds=LEASE_SECONDS, settings={"cluster.rejoin_seconds": 2}
+        workers=RANKS, lease_seconds=LEASE_SECONDS, settings={"cluster.rejoin_seconds": 8}
     ) as cluster:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ZENPS_")}
         settings = {"ZENPS_CLUSTER_SCHEDULER": cluster.address, "PYTHONPATH": os.getcwd()}

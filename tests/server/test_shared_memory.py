@@ -17,6 +17,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
+from tests.descriptors import open_descriptors
 from tests.server.test_replies import Network, route_of
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.config.settings import ClusterConfig
@@ -217,15 +218,10 @@ def test_what_was_lent_to_a_worker_that_is_gone_is_used_again(both: Both) -> Non
         both.server.read(PEER, (0, 1))
 
 
-def descriptors() -> int:
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_a_result_stays_once_its_worker_has_left(both: Both) -> None:
     got, another = (hand_over(both, give(both.server)) for _ in range(2))
     both.worker.close()
-    before = descriptors()
+    before = open_descriptors()
     del another
     run_finalizers()
     both.server.attend()
@@ -233,10 +229,9 @@ def test_a_result_stays_once_its_worker_has_left(both: Both) -> None:
     other = give(both.server, bytes(len(VALUES)))
     assert got == VALUES, "it was used for another result"
     assert both.server._peers[PEER].loans.lent_bytes >= len(VALUES)
-    assert descriptors() == before
+    assert open_descriptors() == before
     del got, other
-    run_finalizers()
-    assert descriptors() == before - 1, "the connection is not closed"
+    assert open_descriptors() == before - 1, "the connection is not closed"
     both.server.collect()
     assert PEER not in both.server._peers
 
@@ -251,11 +246,10 @@ def test_of_a_server_that_is_gone_a_result_stays_and_no_connection(
     got = hand_over(Both(server, worker, arena), give(server))
     server.close()
     worker.close()
-    before = descriptors()
+    before = open_descriptors()
     assert got == VALUES
     del got
-    run_finalizers()
-    assert descriptors() == before - 1
+    assert open_descriptors() == before - 1
 
 
 def test_a_server_that_is_gone_takes_nothing_along(arena: Arena, address: str) -> None:
@@ -403,14 +397,13 @@ def test_who_does_not_say_hello_properly_is_refused(
 def test_a_refusal_leaves_no_descriptor(
     server: SharedMemoryPeers, arena: Arena, address: str, data: bytes
 ) -> None:
-    gc.collect()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for _ in range(10):
         with net.socket(net.AF_UNIX, net.SOCK_STREAM) as socket:
             socket.connect(server_name(address))
             net.send_fds(socket, [data], [arena.fd])
             server.attend()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == before
 
 
 def test_who_sends_no_descriptor_is_refused(server: SharedMemoryPeers, address: str) -> None:

@@ -32,11 +32,18 @@ class Command:
         self.environment |= dict([self._mark.split("=")]) | {"TMPDIR": str(temporary)}
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        """``zenps ARGUMENTS``, running; its output comes through pipes unless ``options`` say otherwise."""
+        """``zenps ARGUMENTS``, running; its output comes through pipes unless ``options`` say otherwise.
+
+        Their ``program`` is run instead of ``zenps``.
+        """
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environment = self.environment | options.pop("env", {})
         popen = subprocess.Popen(
-            [*ZENPS, *arguments], text=True, env=environment, cwd=self._cwd, **(pipes | options)
+            [*options.pop("program", ZENPS), *arguments],
+            text=True,
+            env=environment,
+            cwd=self._cwd,
+            **(pipes | options),
         )
         self._started.append(popen)
         return popen

@@ -122,7 +122,7 @@ def test_a_change_of_members_encodes_one_view_for_all_nodes_of_a_role() -> None:
 def test_servers_that_others_have_replaced_take_no_memory() -> None:
     def count() -> int:
         gc.collect()
-        return sum(isinstance(found, Node) for found in gc.get_objects())
+        return sum(type(found) is Node for found in gc.get_objects())
 
     before = count()
     membership = gathered(2, 1)

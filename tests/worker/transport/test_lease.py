@@ -54,7 +54,6 @@ from zenps.worker.transport.lease import Lease
 from zenps.worker.transport.membership import join
 
 LEASE_SECONDS = 0.8
-HARM_SECONDS = 2 * LEASE_SECONDS
 
 
 class HarmfulSharder(NotingSharder):
@@ -104,14 +103,13 @@ class Rig:
     def send(self, message: FromScheduler) -> None:
         self._router.send_multipart([self._peer, encode("job", message)])
 
-    def longest_silence(self, seconds: float) -> float:
-        """The longest time without a heartbeat while so many seconds pass."""
-        began = heard = time.monotonic()
-        longest = 0.0
-        while (now := time.monotonic()) < began + seconds:
-            if isinstance(self.receive(began + seconds - now), Heartbeat):
-                longest, heard = max(longest, time.monotonic() - heard), time.monotonic()
-        return max(longest, time.monotonic() - heard)
+    def await_heartbeats(self, count: int) -> None:
+        """Waits for so many that are sent from now on."""
+        while self.receive(0.0):
+            pass
+        for _ in range(count):
+            while not isinstance(message := self.receive(DEADLINE_SECONDS), Heartbeat):
+                assert message is not None
 
     def push(self, step: int = 0, seconds: float = 1.0) -> Pending:
         """A result that no server will answer."""
@@ -132,40 +130,54 @@ def rig() -> Iterator[Rig]:
     rig.close()
 
 
-def sleep_at_views(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+class LongHarm:
+    """Lasts until it is told to be over."""
+
+    def __init__(self) -> None:
+        self.began, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        self.began.set()
+        assert self.over.wait(2 * DEADLINE_SECONDS)
+
+
+def shard_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch, harm: LongHarm) -> None:
     """Gigabytes in flight are sharded again."""
-    rig.sharder.harm = lambda: time.sleep(HARM_SECONDS)
+    rig.sharder.harm = harm
     rig.send(view_of(2, silent_servers([0])))
 
 
-def resolve_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def resolve_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch, harm: LongHarm) -> None:
     """A server registers by a name, and the DNS answers late."""
 
     def getaddrinfo(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(HARM_SECONDS)
+        harm()
         raise net.gaierror("the DNS has not answered")
 
     monkeypatch.setattr("zenps.wire.addresses.net.getaddrinfo", getaddrinfo)
     rig.send(view_of(2, [structs.replace(silent_servers([0])[0], address="tcp://server.invalid:9")]))
 
 
-def probe_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def probe_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch, harm: LongHarm) -> None:
     """A firewall drops what is sent to a server: each probe of its port waits for its deadline."""
 
     def why(address: str) -> str:
-        time.sleep(HARM_SECONDS)
+        harm()
         return "timed out"
 
     monkeypatch.setattr(rig.channel._servers.connectivity, "_why", why)
 
 
-@pytest.mark.parametrize("harm", [sleep_at_views, resolve_slowly, probe_slowly])
+@pytest.mark.parametrize("way", [shard_slowly, resolve_slowly, probe_slowly])
 def test_heartbeats_wait_for_nothing_that_the_channel_does(
-    rig: Rig, harm: Callable[[Rig, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, way: Callable[[Rig, pytest.MonkeyPatch, LongHarm], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    harm = LongHarm()
     rig.push()  # while the caller computes, nobody but the worker's own threads attends to the channel
-    harm(rig, monkeypatch)
-    assert rig.longest_silence(HARM_SECONDS + 2 * LEASE_SECONDS) < LEASE_SECONDS
+    way(rig, monkeypatch, harm)
+    assert harm.began.wait(DEADLINE_SECONDS)
+    rig.await_heartbeats(9)  # those of two leases
+    harm.over.set()
 
 
 def test_an_event_that_raises_fails_the_rounds_but_not_the_lease(
@@ -187,7 +199,7 @@ def test_an_event_that_raises_fails_the_rounds_but_not_the_lease(
     assert "RuntimeError: planted" in caplog.text
     rig.sharder.harm = lambda: None
     rig.send(view_of(3, silent_servers([0])))
-    assert rig.longest_silence(2 * LEASE_SECONDS) < LEASE_SECONDS
+    rig.await_heartbeats(5)
     assert rig.lease.failure is None
 
 

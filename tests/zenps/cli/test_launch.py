@@ -172,14 +172,19 @@ def test_crash_of_a_role_ends_all_before_the_cluster_is_complete(
 
 
 TRAIN = """
-import sys, time, torch, zenps
+import itertools, os, sys, time, torch, zenps
 zenps.init()
 print("started", flush=True)
-for step in range(40):
+steps_after = 0
+for step in itertools.count():
     total = zenps.push_pull(torch.full((50_000,), 1.0), "x", average=False)
     assert torch.equal(total, torch.full((50_000,), 2.0)), step
     if step % 20 == 0:
         zenps.barrier()
+    crashed = torch.tensor([int(os.path.exists(sys.argv[1]))])
+    steps_after += bool(zenps.push_pull(crashed, "crashed", average=False))  # the same on all ranks
+    if steps_after == 20:
+        break
     time.sleep(0.05)
 zenps.shutdown()
 """
@@ -193,14 +198,16 @@ SAYS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("roles", [["server"], ["scheduler"], ["scheduler", "server"]], ids=" and ".join)
-def test_training_continues_after_crashes(zenps: Any, roles: list[str]) -> None:
+def test_training_continues_after_crashes(zenps: Any, tmp_path: Path, roles: list[str]) -> None:
+    crashed = tmp_path / "crashed"
     counts = ("--workers", "2", "--servers", "2", "--set", f"cluster.lease_seconds={LEASE_SECONDS}")
-    popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN)
+    popen = zenps.start("launch", *counts, "--", sys.executable, "-c", TRAIN, str(crashed))
     for _ in range(2):
         assert "started" in popen.stdout.readline()
     for role in roles:
         victims = [pid for pid, command in zenps.processes().items() if f"zenps.cli {role}" in command]
         os.kill(victims[0], signal.SIGKILL)
+    crashed.touch()
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 0, err
     for role in roles:

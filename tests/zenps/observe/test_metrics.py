@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from tests.ports import hold_port
 from tests.tree import ROOT
 from zenps.errors import ConfigError, ProtocolError
 from zenps.observe.collectors import DURATION_BUCKETS
@@ -217,13 +218,15 @@ def test_served_values_and_no_created_series() -> None:
 
 
 def test_close_frees_the_port() -> None:
-    exporter = serve(CollectorRegistry(), "127.0.0.1", 0)
-    exporter.close()
-    exporter.close()
-    with pytest.raises(urllib.error.URLError):
-        scrape(exporter.address)
-    again = serve(CollectorRegistry(), "127.0.0.1", int(exporter.address.rpartition(":")[2]))
-    again.close()
+    with hold_port() as holder:
+        port = holder.getsockname()[1]
+        exporter = serve(CollectorRegistry(), "127.0.0.1", port)
+        exporter.close()
+        exporter.close()
+        with pytest.raises(urllib.error.URLError):
+            scrape(exporter.address)
+        again = serve(CollectorRegistry(), "127.0.0.1", port)
+        again.close()
 
 
 def test_no_port_no_endpoint() -> None:

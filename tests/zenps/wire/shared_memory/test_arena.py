@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.descriptors import open_descriptors
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ProtocolError, TensorError
 from zenps.finalizers import run_finalizers
@@ -98,14 +99,13 @@ def test_private_ranges_keep_no_descriptors(arena: Arena) -> None:
     window = Window(arena.fd)
     offset, memory = arena.allocate(MIB)
     memory.fill_(7)
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     own = [
         window.map_private(offset + 1000 * number, size, lambda: None)
         for number in range(50)
         for size in (100, 100_000)
     ]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert all(set(bytes(each)) == {7} for each in own)
 
 
@@ -224,15 +224,14 @@ def test_what_is_no_arena_is_refused(arena: Arena) -> None:
 
 
 def test_without_addresses_to_spare_nothing_is_shared(caplog: pytest.LogCaptureFixture) -> None:
-    gc.collect()
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (CAPACITY_BYTES, limits[1]))
     try:
         assert open_arena(ClusterConfig(), MIB) is None
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert open_descriptors() == before
     assert "will travel by TCP within this host, too: no memory to share" in caplog.text
     assert open_arena(ClusterConfig(same_host="tcp"), MIB) is None
 

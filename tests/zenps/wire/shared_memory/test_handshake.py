@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import secrets
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.descriptors import open_descriptors
 from tests.zenps.wire.hostile import ALL_WAYS, hostile_processes
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import (
@@ -61,12 +61,6 @@ def arena() -> Iterator[Arena]:
     made = Arena(MIB)
     yield made
     made.close()
-
-
-def open_descriptors() -> int:
-    """How many this process has, but for those that only garbage refers to."""
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
 
 
 def poll_one(listener: Listener[Greeting]) -> Caller[Greeting]:
