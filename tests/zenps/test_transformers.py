@@ -52,7 +52,7 @@ def test_a_second_training_goes_on_with_the_hook_of_the_first(callback_class: An
 
 def test_a_model_that_is_compiled_gets_the_hook(callback_class: Any, world: FakeWorld) -> None:
     """As by ``TrainingArguments(torch_compile=True)``."""
-    world.ranks = (0, 1)  # type: ignore[assignment]
+    world.ranks = (0, 1)
     wrapped = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager")
     accelerator = SimpleNamespace(scaler=None)
     callback_class(SimpleNamespace(accelerator=accelerator, model_wrapped=wrapped)).on_train_begin()
