@@ -126,7 +126,8 @@ class _Service:
         self._epoch = 0
         self._failure = ""
         counters.late.seconds = self._rounds.late.seconds
-        counters.budget_bytes.set(cluster.server_budget_bytes)
+        self._budget_bytes = queue.rounds_bytes
+        counters.budget_bytes.set(self._budget_bytes)
 
     def run(self, metrics_address: str) -> None:
         register = new_register(
@@ -248,7 +249,7 @@ class _Service:
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
             "held_bytes": self._rounds.held_bytes,
-            "budget_bytes": self._config.cluster.server_budget_bytes,
+            "budget_bytes": self._budget_bytes,
             "open_rounds": self._rounds.open_rounds,
             "late_seconds": sum(self._rounds.late.seconds.values()),
         }
@@ -257,6 +258,6 @@ class _Service:
         return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
-        self._metrics.held_bytes.set(self._rounds.used_bytes)
+        self._metrics.held_bytes.set(self._rounds.held_bytes)
         self._metrics.open_rounds.set(self._rounds.open_rounds)
         self._metrics.duplicate_pushes.total = self._rounds.duplicates
