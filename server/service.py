@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps.config.settings import Config
 from zenps.config.shared import server_settings
+from zenps.config.sizes import untaken_bytes
 from zenps.config.sources import rank_from_environment
 from zenps.errors import PeerLostError
 from zenps.keys import load_keys
@@ -100,7 +101,7 @@ class _Service:
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
         # A worker reads nothing while it computes, and the unread answers may take the whole budget.
-        send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
+        send_queue = SendQueue(self._socket, untaken_bytes(config))
         self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
         self._replies = ReplySender(

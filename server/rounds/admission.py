@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 
+from zenps.config.sizes import WITH_ALLOWANCE
 from zenps.errors import ProtocolError
 
 from .history import History
@@ -33,9 +34,6 @@ from .states import HeldPush, Key, RefusedPush, ServerRound
 
 # What a round costs besides its tensors; it bounds the number of empty rounds within a budget.
 ROUND_BYTES = 1024
-
-# The byte budget and the allowance of recovery rounds together, in budgets.
-WITH_ALLOWANCE = 2
 
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
 MAX_REFUSED = 65536

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
+from zenps.config.sizes import WITH_ALLOWANCE
 from zenps.errors import LATE_ADVICE, ProtocolError
 from zenps.server.reducers.base import Answer, FailedRound, Outcome
-from zenps.server.rounds.admission import ROUND_BYTES, WITH_ALLOWANCE
+from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import STOP_GRACE_SECONDS, Action, HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
