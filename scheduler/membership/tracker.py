@@ -16,6 +16,7 @@ from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
+    BarrierReply,
     Drain,
     Ended,
     Heartbeat,
@@ -178,6 +179,10 @@ class Membership:
     def ended_together(self) -> bool:
         """True if all workers arrived at the last barrier before any left."""
         return self._job.barriers.ended
+
+    def newly_ended_barriers(self) -> list[BarrierReply]:
+        """Returns the answers of the barriers that have ended since it was last asked: one of each."""
+        return self._job.barriers.newly_ended()
 
     def late_seconds(self) -> dict[int, float]:
         """Returns how long others have waited for each worker, by rank."""
