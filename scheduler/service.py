@@ -28,7 +28,6 @@ from zenps.wire.connections import Connections
 from zenps.wire.curve import Authenticator, warn_if_open
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, VERSION_ONLY, Decoder, encode
 from zenps.wire.scheduler_messages import (
-    BarrierReply,
     Departed,
     FromScheduler,
     Heartbeat,
@@ -317,9 +316,9 @@ class _Service:
             self._unread[peer] = tracker
 
     def _record(self, sends: Sequence[Send]) -> None:
-        """Counts, logs and traces what is sent, once for each event and not for each receiver."""
+        """Counts, logs and traces what has happened, once for each event and not for each receiver."""
         messages = [send.message for send in sends]
-        for barrier in {m.sequence: m for m in messages if isinstance(m, BarrierReply)}.values():
+        for barrier in self._membership.newly_ended_barriers():
             self._trace.instant("barrier", barrier.sequence, error=barrier.error)
             self._metrics.barriers.labels(outcome="failed" if barrier.error else "completed").inc()
         for departed in {m.member: m for m in messages if isinstance(m, Departed)}.values():

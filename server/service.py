@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from zenps.config.settings import Config
 from zenps.config.shared import server_settings
+from zenps.config.sizes import untaken_bytes
 from zenps.config.sources import rank_from_environment
 from zenps.errors import PeerLostError
 from zenps.keys import load_keys
@@ -100,7 +101,7 @@ class _Service:
         self._poller = zmq.Poller()
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
         # A worker reads nothing while it computes, and the unread answers may take the whole budget.
-        send_queue = SendQueue(self._socket, max(cluster.server_budget_bytes, 4 * limit))
+        send_queue = SendQueue(self._socket, untaken_bytes(config))
         self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
         self._workers = Workers()
         self._replies = ReplySender(
@@ -126,7 +127,8 @@ class _Service:
         self._epoch = 0
         self._failure = ""
         counters.late.seconds = self._rounds.late.seconds
-        counters.budget_bytes.set(cluster.server_budget_bytes)
+        self._budget_bytes = queue.rounds_bytes
+        counters.budget_bytes.set(self._budget_bytes)
 
     def run(self, metrics_address: str) -> None:
         register = new_register(
@@ -248,7 +250,7 @@ class _Service:
             "sent_bytes": self._metrics.sent_bytes.total,
             "busy_seconds": self._metrics.aggregation_duration.seconds,
             "held_bytes": self._rounds.held_bytes,
-            "budget_bytes": self._config.cluster.server_budget_bytes,
+            "budget_bytes": self._budget_bytes,
             "open_rounds": self._rounds.open_rounds,
             "late_seconds": sum(self._rounds.late.seconds.values()),
         }
@@ -257,6 +259,6 @@ class _Service:
         return dict(latest(self._rounds.late.seconds))
 
     def _show_gauges(self) -> None:
-        self._metrics.held_bytes.set(self._rounds.used_bytes)
+        self._metrics.held_bytes.set(self._rounds.held_bytes)
         self._metrics.open_rounds.set(self._rounds.open_rounds)
         self._metrics.duplicate_pushes.total = self._rounds.duplicates

@@ -54,6 +54,9 @@ class Barriers:
         """The number of the last counted barrier that has failed, and why. The workers that were told so have
         gone on. A late worker gets the same answer: otherwise it would wait there alone, and stay behind the
         others for good. A restarted scheduler does not know it until another barrier fails."""
+        self._newly_ended: list[BarrierReply] = []
+        self._has_last_ended = False
+        """True if the barrier before workers leave has ended. It opens again for each that comes later."""
         self.passed = 0
         self.ended = False
 
@@ -67,8 +70,8 @@ class Barriers:
             return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
         gone = self._members.with_state("worker", "left", "lost")
         if gone and not self._is_elastic:
-            error = f"barrier {sequence}: {names(gone)} left before it; {GONE_ADVICE}"
-            return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
+            self._open[sequence] = _Barrier(now, {node.rank: node.peer})
+            return self._fail(sequence, f"{names(gone)} left before it; {GONE_ADVICE}")
         if sequence != LAST_BARRIER:  # else any number of barriers could stay open
             self._withdraw(node.rank, sequence, LAST_BARRIER)
         world_size = len(self._members.present("worker"))
@@ -106,6 +109,11 @@ class Barriers:
         """Fails all open barriers for the same reason."""
         return [send for sequence in list(self._open) for send in self._fail(sequence, reason)]
 
+    def newly_ended(self) -> list[BarrierReply]:
+        """Returns the answers of the barriers that have ended since it was last asked: one of each."""
+        ended, self._newly_ended = self._newly_ended, []
+        return ended
+
     def reset(self) -> None:
         """Closes all barriers without an answer. All workers count from 0 again."""
         self.clear()
@@ -140,5 +148,8 @@ class Barriers:
         return self._answer(sequence, f"barrier {sequence}: {reason}")
 
     def _answer(self, sequence: int, error: str) -> list[Send]:
-        peers = self._open.pop(sequence).waiting.values()
-        return [Send(peer, BarrierReply(sequence, error, self._incarnation)) for peer in peers]
+        reply = BarrierReply(sequence, error, self._incarnation)
+        if sequence != LAST_BARRIER or not self._has_last_ended:
+            self._newly_ended.append(reply)
+        self._has_last_ended |= sequence == LAST_BARRIER
+        return [Send(peer, reply) for peer in self._open.pop(sequence).waiting.values()]

@@ -29,14 +29,19 @@ def is_restart(message: Register, job: Job) -> bool:
     """
     if message.role != "worker" or job.state == "recovering":
         return False
+    if job.cluster.rejoin_seconds and (job.is_open_again or _returns(message, job)):
+        return True
+    return _is_started_again(message, job) and (job.state == "gathering" or job.may_restart())
+
+
+def _is_started_again(message: Register, job: Job) -> bool:
+    """True if the worker says that torchrun has started it again. One of another job may say so, too."""
     if message.generation > job.generation:
         return True
     if message.generation:
         workers = [node.register for node in job.members.present("worker")]
         if any(w.host == message.host and w.generation < message.generation for w in workers):
             return True  # torchrun has ended that worker, which had registered again before it died
-    if job.cluster.rejoin_seconds and (job.is_open_again or _returns(message, job)):
-        return True
     gone = job.members.with_state("worker", "left", "lost")
     has_left = any(node.rank == message.rank for node in gone)
     return message.restarts > 0 and not job.cluster.is_elastic and has_left

@@ -24,6 +24,9 @@ from .rendezvous import is_complete, missing_from
 from .states import JOB, JobEvent, JobState
 from .views import Views
 
+_DRAINED_BY_THE_END: Final = (
+    "all workers have left; the server ends with the others, or once the next workers have come"
+)
 _NOT_RETURNED: Final = f"did not return after the scheduler was restarted: {NO_QUORUM}"
 
 
@@ -324,6 +327,7 @@ class Job:
                 "the job has ended before it admitted this worker; start the worker again with the next job",
             ),
         )
+        sends += self.drains.answer(_DRAINED_BY_THE_END)
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self.may_restart():

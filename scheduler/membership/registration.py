@@ -38,30 +38,38 @@ def refusal(message: Register, job: Job) -> Refused | None:
     return None
 
 
-def refusal_to_join(message: Register, job: Job, settings: Settings) -> Refused | None:
-    """Returns why a node cannot join; None if it can.
+def unfit(message: Register, job: Job, settings: Settings) -> Refused | None:
+    """Returns why a node cannot join the job, whichever nodes it has by then; None if it fits.
+
+    The first worker of a generation ends the one before, so it must fit.
+    """
+    if message.view is not None:
+        return Refused("lost", "the scheduler counts this node as lost; start it again")
+    workers = job.cluster.workers
+    if message.role == "worker" and message.rank >= workers:
+        reason = f"worker rank {message.rank}: expected 0 to {workers - 1} (cluster.workers)"
+        return Refused("usage", reason)
+    if reason := _unreachable(message, job.members):
+        return Refused("usage", reason)
+    if message.role == "server":
+        settings = {"cluster.workers": workers} | settings
+        settings = {key: settings[key] for key in message.settings.keys() & settings.keys()}
+    if differing := _differing(message.settings, settings):
+        return Refused("mismatch", f"not the scheduler's settings: {differing}; give all nodes the same")
+    return None
+
+
+def without_place(message: Register, job: Job) -> Refused | None:
+    """Returns why the job has no place for a node that fits; None if it has one.
 
     Servers may join at any time, and there may be more than ``cluster.servers``, but not more than slots.
     Workers may join a running job if it is elastic and has lost some.
     """
-    if message.view is not None:
-        return Refused("lost", "the scheduler counts this node as lost; start it again")
-    cluster, members = job.cluster, job.members
     role, rank = message.role, message.rank
     if reason := _closed_to_workers(job) if role == "worker" else _closed_to_servers(job):
         return Refused("usage", reason)
-    if role == "worker" and rank >= cluster.workers:
-        reason = f"worker rank {rank}: expected 0 to {cluster.workers - 1} (cluster.workers)"
-        return Refused("usage", reason)
-    if rank >= 0 and (node := members.holder(role, rank)) is not None:
+    if rank >= 0 and (node := job.members.holder(role, rank)) is not None:
         return Refused("usage", f"rank {rank} is taken by {node.member}; give each {role} its own")
-    if reason := _unreachable(message, members):
-        return Refused("usage", reason)
-    if role == "server":
-        settings = {"cluster.workers": cluster.workers} | settings
-        settings = {key: settings[key] for key in message.settings.keys() & settings.keys()}
-    if differing := _differing(message.settings, settings):
-        return Refused("mismatch", f"not the scheduler's settings: {differing}; give all nodes the same")
     return None
 
 

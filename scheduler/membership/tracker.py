@@ -16,6 +16,7 @@ from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import (
     Admit,
     Barrier,
+    BarrierReply,
     Drain,
     Ended,
     Heartbeat,
@@ -37,7 +38,7 @@ from .changes import Changes
 from .job import Job
 from .members import Node
 from .recovery import without_members
-from .registration import Settings, mistaken, refusal, refusal_to_join
+from .registration import Settings, mistaken, refusal, unfit, without_place
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
@@ -179,6 +180,10 @@ class Membership:
         """True if all workers arrived at the last barrier before any left."""
         return self._job.barriers.ended
 
+    def newly_ended_barriers(self) -> list[BarrierReply]:
+        """Returns the answers of the barriers that have ended since it was last asked: one of each."""
+        return self._job.barriers.newly_ended()
+
     def late_seconds(self) -> dict[int, float]:
         """Returns how long others have waited for each worker, by rank."""
         return self._job.stragglers.seconds()
@@ -276,14 +281,18 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        if (refused := refusal(message, job)) is not None:
+        is_for_recovery = self._is_for_recovery(message)
+        refused = refusal(message, job)
+        if refused is None and not is_for_recovery:
+            refused = unfit(message, job, self._settings)
+        if refused is not None:
             return [Send(peer, refused)]
         sends = self._leave_before(message, now)
         if generations.is_restart(message, job):
             job.restart_workers(max(message.generation, job.generation), now)
-        if self._is_for_recovery(message):
+        if is_for_recovery:
             return self._on_recovery(peer, message, now)
-        if (refused := refusal_to_join(message, job, self._settings)) is not None:
+        if (refused := without_place(message, job)) is not None:
             return [*sends, Send(peer, refused)]
         return sends + job.join(Node(peer, message, message.rank, last_heard=now), now)
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Set
 
+from zenps.config.sizes import WITH_ALLOWANCE
 from zenps.errors import ProtocolError
 
 from .history import History
@@ -33,9 +34,6 @@ from .states import HeldPush, Key, RefusedPush, ServerRound
 
 # What a round costs besides its tensors; it bounds the number of empty rounds within a budget.
 ROUND_BYTES = 1024
-
-# The byte budget and the allowance of recovery rounds together, in budgets.
-WITH_ALLOWANCE = 2
 
 # How many rounds of one rank may be refused and waiting at a time; its pushes beyond that are dropped.
 MAX_REFUSED = 65536
@@ -72,6 +70,11 @@ class Admission:
         """The bytes that count against the budget."""
         return self.open_bytes + self._history.size_bytes
 
+    @property
+    def held_bytes(self) -> int:
+        """The part of them that is left when all outcomes are forgotten that may be."""
+        return self.used_bytes - self._history.evictable_bytes
+
     def clear(self) -> None:
         """The ring has changed: no round is left."""
         for round_ in self._refused.values():
@@ -96,7 +99,7 @@ class Admission:
         if self.is_held_back:
             return False
         max_bytes = self.budget_bytes - self._estimate_bytes(push_bytes)
-        if not must and self.used_bytes - self._history.evictable_bytes > max_bytes:
+        if not must and self.held_bytes > max_bytes:
             return False
         while self.used_bytes > max_bytes and self._history.evictable:
             self._history.forget_oldest()
@@ -105,8 +108,7 @@ class Admission:
     def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int) -> bool:
         """Returns whether a recovery round that ``rank`` pushes may open; forgets old outcomes for that."""
         size_bytes = self._estimate_bytes(push_bytes)
-        min_bytes = self.used_bytes - self._history.evictable_bytes
-        is_beyond = min_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
+        is_beyond = self.held_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
         if is_beyond and rank in self._beyond:
             return False
         while self.used_bytes > self.budget_bytes - size_bytes and self._history.evictable:

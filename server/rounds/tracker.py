@@ -68,13 +68,8 @@ class ServerRounds:
 
     @property
     def held_bytes(self) -> int:
-        """The memory of rounds, open or ended."""
-        return self._admission.open_bytes + self._history.kept_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """The bytes that count against the budget."""
-        return self._admission.used_bytes
+        """The bytes that count against the budget, without outcomes that may be forgotten to make room."""
+        return self._admission.held_bytes
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from zenps.config.settings import Config
+from zenps.config.sizes import SERVER_PROCESS_BYTES, WITH_ALLOWANCE, untaken_bytes
 from zenps.server.receive_queue import size_receive_queue
-from zenps.server.rounds.admission import WITH_ALLOWANCE
-
-# Python, torch and libzmq, without any worker, have 0.25 GiB; the heap of libzmq's messages has gaps.
-PROCESS_BYTES = 512 << 20
 
 
 def most_server_bytes(config: Config) -> int:
@@ -15,6 +12,6 @@ def most_server_bytes(config: Config) -> int:
 
     What workers of this version push: each row fits into a message.
     """
-    queue, cluster = size_receive_queue(config), config.cluster
-    untaken_bytes = max(cluster.server_budget_bytes, 4 * cluster.max_message_bytes)
-    return WITH_ALLOWANCE * queue.rounds_bytes + queue.unread_bytes + untaken_bytes + PROCESS_BYTES
+    queue = size_receive_queue(config)
+    rounds_bytes = WITH_ALLOWANCE * queue.rounds_bytes
+    return rounds_bytes + queue.unread_bytes + untaken_bytes(config) + SERVER_PROCESS_BYTES

@@ -120,8 +120,9 @@ class Server(MemberNode):
         """What it holds is what it counts, and within bounds."""
         held = [*self.rounds._open.values(), *self.rounds._history]
         size = sum(round_.size_bytes for round_ in held)
-        if size != self.rounds.held_bytes:
-            raise Violation(f"{self.name!r} holds {size} bytes, and counts {self.rounds.held_bytes}")
+        counted = self.rounds._admission.open_bytes + self.rounds._history.kept_bytes
+        if size != counted:
+            raise Violation(f"{self.name!r} holds {size} bytes, and counts {counted}")
         # One round opens beside those that have room and that nobody has pushed yet.
         most = max(self.simulation.script.budget_bytes, self._largest_round_bytes) + self._largest_round_bytes
         if size > most + sum(round_.size_bytes for round_ in held if round_.is_recovery):

@@ -263,7 +263,7 @@ def _plan(args: argparse.Namespace) -> int:
     config = _load(args).config
     from .plan.command import Request, answer
 
-    request = Request.from_options(args, config.cluster.workers)
+    request = Request.from_options(args, config)
     with request.trace_file() as trace:
         if args.command and (code := _record(args, request.steps, request.local_workers, trace)):
             return code

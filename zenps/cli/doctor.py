@@ -14,8 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
-from zenps.config.settings import PARTITIONS, SPARSIFIERS, Config
+from zenps.config.settings import GIB, PARTITIONS, SPARSIFIERS, Config
 from zenps.config.shared import shared_settings
+from zenps.config.sizes import server_bytes
 from zenps.config.sources import (
     allows_two_levels,
     check_partition,
@@ -36,8 +37,6 @@ TIMEOUT_SECONDS: Final = 2.0
 
 OTHER_FILES: Final = 128
 """Files, pipes and sockets of a Python process with torch and ZeroMQ, besides the connections to peers."""
-
-_GIB: Final = 1 << 30
 
 
 class Check(NamedTuple):
@@ -162,9 +161,13 @@ def _files(config: Config) -> Check:
 
 
 def _memory(config: Config) -> Check:
-    available, budget = _available_bytes(), config.cluster.server_budget_bytes
-    found = f"{available / _GIB:.1f} GiB available; a server may hold {budget / _GIB:.1f} GiB"
-    if available < budget:
+    available, needed = _available_bytes(), server_bytes(config)
+    budget = config.cluster.server_budget_bytes
+    found = (
+        f"{available / GIB:.1f} GiB available; with a budget of {budget / GIB:.1f} GiB "
+        f"a server may take {needed / GIB:.1f} GiB"
+    )
+    if available < needed:
         advice = "lower cluster.server_budget_bytes where servers run here, or they may be killed"
         return Check("memory", "warn", found, advice)
     return Check("memory", "ok", found)

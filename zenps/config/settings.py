@@ -103,7 +103,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = "fail"
     server_budget_bytes: Annotated[
         int,
-        Meta(description="memory limit of a server, above which it refuses pushes as busy", ge=MIB, le=TIB),
+        Meta(description="bytes of pushes and sums above which a server answers busy", ge=MIB, le=TIB),
     ] = 4 * GIB
     max_message_bytes: Annotated[
         int, Meta(description="largest message; a larger one is refused unread", ge=64 * KIB, le=2 * GIB)

@@ -1,10 +1,10 @@
-"""Sizes of chunks and messages: as set, or less where many workers share a server's byte budget."""
+"""Sizes that follow from a server's byte budget: of chunks and messages, and of the server's memory."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from .settings import Config
+from .settings import GIB, Config
 
 UNREAD_MESSAGES: Final = 2
 """How many unread messages of each worker a server's budget must have room for."""
@@ -14,6 +14,15 @@ MAX_UNREAD_PART: Final = 2
 
 MESSAGE_CHUNKS: Final = 2
 """A push larger than so many chunks travels in several messages."""
+
+WITH_ALLOWANCE: Final = 2
+"""The byte budget of a server and the allowance of recovery rounds together, in budgets."""
+
+UNTAKEN_MESSAGES: Final = 4
+"""How many of the largest messages a server may have queued for workers, whatever its budget is."""
+
+SERVER_PROCESS_BYTES: Final = GIB // 2
+"""Python, torch and libzmq, without any worker, have 0.25 GiB; the heap of libzmq's messages has gaps."""
 
 
 def chunk_bytes(config: Config) -> int:
@@ -37,3 +46,15 @@ def message_bytes(config: Config) -> int:
     that are expected; the size of :data:`MESSAGE_CHUNKS` chunks leaves room for more rows.
     """
     return min(config.cluster.max_message_bytes // 2, MESSAGE_CHUNKS * chunk_bytes(config))
+
+
+def untaken_bytes(config: Config) -> int:
+    """Returns how much a server may hold of results that workers have not taken."""
+    cluster = config.cluster
+    return max(cluster.server_budget_bytes, UNTAKEN_MESSAGES * cluster.max_message_bytes)
+
+
+def server_bytes(config: Config) -> int:
+    """Returns the memory that a server may take."""
+    rounds_bytes = WITH_ALLOWANCE * config.cluster.server_budget_bytes
+    return rounds_bytes + untaken_bytes(config) + SERVER_PROCESS_BYTES

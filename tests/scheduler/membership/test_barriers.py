@@ -195,6 +195,21 @@ def test_a_worker_that_is_gone_does_not_count_as_one_that_waited() -> None:
     assert membership.late_seconds() == {2: 2.0}
 
 
+def test_a_barrier_ends_once_however_often_workers_ask_and_whoever_comes_later() -> None:
+    membership = running(workers=3)
+    for number in (0, 1, 2, 0, 1):
+        membership.on_message(worker(number), Barrier(1), 0.0)
+    assert membership.newly_ended_barriers() == [BarrierReply(1, "")]
+    membership.on_message(worker(2), Leave(), 1.0)
+    error = f"worker 2 (host box, pid 2) left before it; {GONE_ADVICE}"
+    for sequence in (2, LAST_BARRIER):
+        for number in (0, 1, 0):
+            reply = only(membership.on_message(worker(number), Barrier(sequence), 2.0), worker(number))
+            assert reply == BarrierReply(sequence, f"barrier {sequence}: {error}")
+        assert membership.newly_ended_barriers() == [reply]
+    assert membership.newly_ended_barriers() == []
+
+
 def test_barriers_are_for_workers_of_a_running_cluster() -> None:
     membership = running()
     assert membership.on_message(server(0), Barrier(1), 0.0) == []

@@ -10,6 +10,7 @@ from tests.scheduler.nodes import (
     lose,
     make_membership,
     only,
+    register,
     running,
     sent,
     server,
@@ -67,6 +68,19 @@ def test_a_drained_server_stays_when_all_others_are_lost() -> None:
     assert slots(membership)[0] == 4096
     assert {*sent(confirm(membership, [server(0)]), View)} == {worker(0), worker(1)}
     assert membership.state == "running"
+
+
+@pytest.mark.parametrize("rejoin_seconds", [0.0, 100.0])
+def test_a_waiting_client_is_told_that_all_workers_have_left(rejoin_seconds: float) -> None:
+    membership = running(rejoin_seconds=rejoin_seconds)
+    membership.on_message(CLIENT, Drain(0), 1.0)
+    assert sent(membership.on_message(worker(0), Leave(), 2.0), DrainReply) == {}
+    error = "all workers have left; the server ends with the others, or once the next workers have come"
+    assert sent(membership.on_message(worker(1), Leave(), 3.0), DrainReply) == {CLIENT: DrainReply(error)}
+    if rejoin_seconds:
+        for number in (0, 1):
+            membership.on_message(b"new-%d" % number, register("worker", number, 70 + number), 4.0)
+        assert {*sent(confirm(membership, [server(1)], now=4.0), Stop)} == {server(0)}
 
 
 def test_impossible_drains_are_refused() -> None:

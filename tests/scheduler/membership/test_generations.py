@@ -53,7 +53,7 @@ def start(membership: Membership, generation: int, now: float, restarts: int = 0
 
 
 def test_a_newer_generation_replaces_all_workers() -> None:
-    membership = running()
+    membership = running(restarts=1)
     membership.on_message(worker(0), Barrier(1), 0.0)
     membership.on_message(b"new-1", register("worker", 1, generation=1), 1.0)
     assert (membership.state, membership.live("worker"), membership.live("server")) == ("gathering", 1, 2)
@@ -70,6 +70,33 @@ def test_a_newer_generation_replaces_all_workers() -> None:
     assert refused == Refused("lost", "torchrun has restarted the workers")
     elsewhere = register("worker", 0, host="elsewhere")
     assert only(membership.on_message(b"elsewhere", elsewhere, 3.0), b"elsewhere") == refused
+
+
+UNFIT = {
+    "settings": register("worker", 0, 900, changed={"sync.seed": 8}, generation=1, restarts=2),
+    "rank": register("worker", 7, 900, generation=1, restarts=2),
+    "host": register("worker", 0, 900, "elsewhere", generation=1, restarts=2),
+}
+"""Workers of another job, which torchrun has restarted, by what does not fit."""
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_a_newer_generation_that_is_refused_replaces_nobody(what: str) -> None:
+    membership = running(restarts=1)
+    at_home = msgspec.structs.replace(register("server", host="box"), address="tcp://127.0.0.1:7")
+    membership.on_message(server(2), at_home, 1.0)
+    confirm(membership, [server(0), server(1), server(2)])
+    assert isinstance(only(membership.on_message(b"stray", UNFIT[what], 2.0), b"stray"), Refused)
+    assert (membership.state, membership.live("worker")) == ("running", 2)
+
+
+@pytest.mark.parametrize("host", ["box", "elsewhere"])
+def test_a_newer_generation_replaces_no_workers_that_torchrun_cannot_restart(host: str) -> None:
+    membership = running()
+    stray = register("worker", 0, 900, host, generation=1, restarts=2)
+    refused = only(membership.on_message(b"stray", stray, 2.0), b"stray")
+    assert isinstance(refused, Refused)
+    assert (refused.kind, membership.state, membership.live("worker")) == ("usage", "running", 2)
 
 
 def on_two_hosts() -> Membership:
@@ -150,6 +177,15 @@ def test_a_rank_that_has_left_is_taken_again_only_under_torchrun() -> None:
     refused = only(membership.on_message(b"new-0", register("worker", 0, 70), 2.0), b"new-0")
     assert isinstance(refused, Refused)
     assert refused.kind == "usage"
+
+
+def test_torchrun_takes_no_rank_that_it_has_not_given() -> None:
+    membership = running()
+    membership.on_message(worker(0), Leave(), 1.0)
+    confirm(membership, [server(0), server(1)])
+    refused = only(membership.on_message(b"stray", register("worker", 0, 70, restarts=2), 2.0), b"stray")
+    assert isinstance(refused, Refused)
+    assert (refused.kind, membership.state, membership.live("worker")) == ("usage", "running", 1)
 
 
 def test_no_worker_takes_the_rank_of_one_that_trains() -> None:
@@ -398,6 +434,19 @@ def test_workers_that_have_left_join_again() -> None:
     assert not membership.ended_together
 
 
+@pytest.mark.parametrize("what", UNFIT)
+def test_servers_wait_on_if_a_worker_that_would_join_again_is_refused(what: str) -> None:
+    membership, _ = all_left(3600.0)
+    at_home = msgspec.structs.replace(register("server", host="box"), address="tcp://127.0.0.1:7")
+    membership.on_message(server(2), at_home, 2.0)
+    stray = msgspec.structs.replace(UNFIT[what], generation=0, restarts=0)
+    assert isinstance(only(membership.on_message(b"stray", stray, 3.0), b"stray"), Refused)
+    assert membership.state == "draining"
+    keep_alive(membership, 3.1 + RENDEZVOUS_SECONDS, [server(0), server(1), server(2)])
+    assert membership.on_tick(3.1 + RENDEZVOUS_SECONDS) == []
+    assert {*sent(start(membership, 0, 70.0), View)} == {server(0), server(1), server(2)}
+
+
 def test_a_server_that_comes_waits_with_the_others_for_workers_that_join_again() -> None:
     membership, _ = all_left()
     assert membership.on_message(server(2), register("server", pid=52), 2.0) == []
@@ -523,7 +572,7 @@ def test_a_server_that_is_being_drained_stays_if_the_other_is_gone_before_the_ne
     registered: int, leaves: bool
 ) -> None:
     """The servers have not confirmed the view without it when torchrun restarts the workers."""
-    membership = running()
+    membership = running(restarts=1)
     assert membership.on_message(b"admin client", Drain(0), 1.0)
     new = [register("worker", number, 70 + number, generation=1) for number in (0, 1)]
     sends = membership.on_message(b"new-0", new[0], 2.0)
@@ -547,7 +596,6 @@ def test_it_also_stays_if_the_other_is_lost_once_all_workers_have_left() -> None
     for number in (0, 1):
         membership.on_message(worker(number), Leave(), 2.0)
     assert membership.state == "draining"
-    refused = only(membership.on_message(server(1), Leave(), 3.0), b"admin client")
-    assert isinstance(refused, DrainReply)
+    assert membership.on_message(server(1), Leave(), 3.0) == []
     view = view_of(start(membership, 1, 4.0))
     assert [(m.role, m.rank) for m in view.servers] == [("server", 0)]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.server.rounds.test_tracker import FixedOutcome
+from tests.server.rounds.test_tracker import FixedOutcome, memory_of
 from zenps.errors import ProtocolError
 from zenps.server.rounds.states import HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import Actions, ServerRounds
@@ -72,7 +72,7 @@ def test_a_round_that_only_the_lost_rank_had_begun_is_forgotten() -> None:
     rounds = make_rounds()
     push(rounds, 2)
     assert follow(rounds, (0, 1)) == []
-    assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
+    assert (rounds.open_rounds, memory_of(rounds)) == (0, 0)
     push(rounds, 0)
     assert reduced(push(rounds, 1)) == [0, 1]
 

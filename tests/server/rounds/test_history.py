@@ -5,7 +5,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.rounds.test_tracker import FixedOutcome, complete, make_held, make_rounds, peer_of, push_all
+from tests.server.rounds.test_tracker import (
+    FixedOutcome,
+    complete,
+    make_held,
+    make_rounds,
+    memory_of,
+    peer_of,
+    push_all,
+)
 from zenps.errors import ProtocolError
 from zenps.server.rounds import history
 from zenps.server.rounds.admission import ROUND_BYTES
@@ -140,14 +148,14 @@ def test_names_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rounds = make_rounds(2)
     for name in "abc":
         push_all(rounds, Key(name, 0, 0), [0])
-    used = rounds.used_bytes
+    used = rounds._admission.used_bytes
     with pytest.raises(ProtocolError, match="unexpected: another tensor name, expected 3 at most"):
         rounds.on_push(make_held(0, Key("d", 0, 0)), 0.0)
-    assert rounds.used_bytes == used
+    assert rounds._admission.used_bytes == used
     # Known names can still be pushed.
     complete(rounds, Key("a", 0, 0), [0, 1])
     rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
-    assert rounds.used_bytes == 0
+    assert rounds._admission.used_bytes == 0
     assert rounds.on_push(make_held(0, Key("d", 0, 0), ring_epoch=2), 0.0) == []
 
 
@@ -172,8 +180,8 @@ def test_names_take_from_the_budget() -> None:
     rounds = make_rounds(1, budget_bytes=1 << 20)
     for number in range(2000):
         complete(rounds, Key(f"loss-{number}", 0, 0), [0])
-    assert rounds.held_bytes == ROUND_BYTES, "the last outcome alone is kept"
-    assert rounds.used_bytes > rounds._admission.budget_bytes
+    assert memory_of(rounds) == ROUND_BYTES, "the last outcome alone is kept"
+    assert rounds._admission.used_bytes > rounds._admission.budget_bytes
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
     assert rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0) == []
     assert rounds.on_push(make_held(0, Key("b", 0, 0)), 0.0) == [Reply([peer_of(0)], Busy(1, "b", 0, 0))]

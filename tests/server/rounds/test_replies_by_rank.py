@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.server.reducers.reduction import OrdinaryMemory
-from tests.server.rounds.test_tracker import FixedOutcome, make_held, make_rounds, peer_of
+from tests.server.rounds.test_tracker import FixedOutcome, make_held, make_rounds, memory_of, peer_of
 from zenps.buffers import BufferPool
 from zenps.kernels.factory import make_kernels
 from zenps.server.reducers.base import Answer, Kept, Outcome, Payload, Reducer
@@ -127,12 +127,12 @@ def test_an_outcome_that_cannot_be_reduced_again_is_not_forgotten_for_want_of_ro
 def test_it_is_kept_until_the_next_step() -> None:
     rounds, reducer = make_rounds(2), TableReducer()
     run_step(rounds, reducer, 0)
-    held = rounds.held_bytes
+    held = memory_of(rounds)
     _, replies = run_step(rounds, reducer, 1)
     assert sorted(map(rows_in, replies))[1] == ([peer_of(1)], [7], [-3.0])
-    assert rounds.held_bytes == held
+    assert memory_of(rounds) == held
     assert rounds.on_push(push_of(reducer, 1, 0, [7], 0.5), 1.0) == [], (
         "rank 1 has shown that it got its reply"
     )
     rounds.on_view(2, {0: peer_of(0)}, {}, 1.0)
-    assert rounds.used_bytes == 0
+    assert rounds._admission.used_bytes == 0

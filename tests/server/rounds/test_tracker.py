@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import tracemalloc
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec import structs
 
+from zenps.config.sizes import WITH_ALLOWANCE
 from zenps.errors import LATE_ADVICE, ProtocolError
 from zenps.server.reducers.base import Answer, FailedRound, Outcome
-from zenps.server.rounds.admission import ROUND_BYTES, WITH_ALLOWANCE
+from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.states import STOP_GRACE_SECONDS, Action, HeldPush, Key, Reduce, Reply, disagreement
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
@@ -42,6 +44,11 @@ def make_rounds(ranks: int, budget_bytes: int = 1 << 30) -> ServerRounds:
     rounds = ServerRounds(budget_bytes, DEADLINE_SECONDS)
     rounds.on_view(1, {rank: peer_of(rank) for rank in range(ranks)}, {}, 0.0)
     return rounds
+
+
+def memory_of(rounds: ServerRounds) -> int:
+    """Returns the memory of rounds, open or ended."""
+    return rounds._admission.open_bytes + rounds._history.kept_bytes
 
 
 def result_of(key: Key) -> Result:
@@ -124,9 +131,9 @@ class Cluster(RuleBasedStateMachine):
     @rule(data=st.data())
     def repeat(self, data: st.DataObject) -> None:
         rank, key = data.draw(st.sampled_from(self.in_state("waiting")))
-        before = self.rounds.held_bytes, self.rounds.duplicates
+        before = memory_of(self.rounds), self.rounds.duplicates
         assert self.rounds.on_push(self.held[key][rank], self.now) == []
-        assert (self.rounds.held_bytes, self.rounds.duplicates) == (before[0], before[1] + 1)
+        assert (memory_of(self.rounds), self.rounds.duplicates) == (before[0], before[1] + 1)
 
     def live_in_state(self, *states: str) -> list[tuple[int, Key]]:
         return [(rank, key) for rank, key in self.in_state(*states) if rank not in self.departed]
@@ -324,7 +331,7 @@ class Cluster(RuleBasedStateMachine):
         rounds, ranks = self.rounds, len(self.ranks)
         kept = sum(round_.size_bytes for round_ in rounds._history)
         reserved = sum(round_.size_bytes for round_ in rounds._open.values())
-        assert rounds.held_bytes == kept + reserved
+        assert memory_of(rounds) == kept + reserved
         for key, held in self.held.items():
             assert ROUND_BYTES + sum(each.size_bytes for each in held.values()) <= (
                 rounds._open[key].size_bytes
@@ -336,7 +343,7 @@ class Cluster(RuleBasedStateMachine):
         reopened = sum(round_.size_bytes for round_ in rounds._open.values() if round_.is_reopened)
         least = max(rounds._admission.budget_bytes, one_round)
         # One more opens beside rounds that have room, but that nobody has pushed yet.
-        assert rounds.held_bytes <= least + growth + reopened + 2 * one_round
+        assert memory_of(rounds) <= least + growth + reopened + 2 * one_round
 
     @invariant()
     def what_is_kept_is_the_last_outcome(self) -> None:
@@ -410,22 +417,22 @@ def test_an_answered_rank_that_asks_again_gets_the_same_answer() -> None:
     rounds = make_rounds(2)
     frames = (memoryview(b"12"), memoryview(b"3456"))
     complete(rounds, KEY, [0, 1], frames)
-    before = rounds.held_bytes
+    before = memory_of(rounds)
     assert rounds.on_push(make_held(1, KEY), 5.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
-    assert (rounds.held_bytes, rounds.duplicates, rounds.open_rounds) == (before, 1, 0)
+    assert (memory_of(rounds), rounds.duplicates, rounds.open_rounds) == (before, 1, 0)
 
 
 def test_a_result_is_kept_until_the_next_step_is_answered() -> None:
     rounds = make_rounds(2)
     frames = (memoryview(bytes(50)), memoryview(bytes(50)))
     complete(rounds, KEY, [0, 1], frames)
-    kept = rounds.held_bytes
+    kept = memory_of(rounds)
     later = KEY._replace(step=1)
     rounds.on_push(make_held(0, later), 0.0)
     assert rounds.on_push(make_held(1, KEY), 0.0) == [Reply([peer_of(1)], result_of(KEY), frames)]
     assert isinstance(rounds.on_push(make_held(1, later), 0.0)[0], Reduce)
     finish(rounds, later, FixedOutcome(later, frames))
-    assert rounds.held_bytes == kept
+    assert memory_of(rounds) == kept
     assert rounds.on_push(make_held(1, KEY), 0.0) == []
     assert rounds.duplicates == 2
 
@@ -436,7 +443,7 @@ def test_a_new_ring_forgets_what_was_pushed_under_the_one_before() -> None:
     complete(rounds, ended, [0, 1])
     rounds.on_push(make_held(0, KEY), 0.0)
     assert rounds.on_view(2, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0) == []
-    assert (rounds.open_rounds, rounds.used_bytes) == (0, 0)
+    assert (rounds.open_rounds, rounds._admission.used_bytes) == (0, 0)
     for key in (KEY, ended):
         assert rounds.on_push(make_held(1, key, ring_epoch=2), 0.0) == []
         (reduce,) = rounds.on_push(make_held(0, key, ring_epoch=2), 0.0)
@@ -591,13 +598,13 @@ def test_pushes_of_other_ranks_or_epochs_are_refused(rank: int, epoch: int) -> N
     with pytest.raises(ProtocolError) as raised:
         rounds.on_push(make_held(rank, KEY, ring_epoch=epoch), 0.0)
     assert raised.value.reason == "unexpected"
-    assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
+    assert (rounds.open_rounds, memory_of(rounds)) == (0, 0)
 
 
 def test_a_push_that_was_on_its_way_when_servers_changed_is_no_error() -> None:
     rounds = make_rounds(2)
     assert rounds.on_push(make_held(0, KEY, ring_epoch=0), 0.0) == []
-    assert (rounds.open_rounds, rounds.held_bytes) == (0, 0)
+    assert (rounds.open_rounds, memory_of(rounds)) == (0, 0)
 
 
 def test_before_the_first_view_nobody_is_expected() -> None:
@@ -656,7 +663,7 @@ def test_rounds_that_are_pushed_again_have_an_allowance_and_one_round_of_each_ra
     asked = rounds.on_tick(0.0)
     assert {type(reply.message) for reply in asked if isinstance(reply, Reply)} == {Wanted}
     assert rounds.on_push(make_held(1, own, BUSY_SIZE, again=True), 0.0) == []
-    assert rounds.held_bytes == (fitting + 2) * round_bytes
+    assert memory_of(rounds) == (fitting + 2) * round_bytes
     # When it has ended, the next.
     (reduce,) = rounds.on_push(make_held(1, keys[fitting], BUSY_SIZE, again=True), 0.0)
     assert isinstance(reduce, Reduce)
@@ -682,7 +689,7 @@ def test_a_rank_cannot_fill_a_server_by_pushing_again() -> None:
     rounds = make_rounds(2, 10_000)
     for number in range(1000):
         rounds.on_push(make_held(0, Key(f"t{number}", 0, 0), BUSY_SIZE, again=True), 0.0)
-    assert rounds.held_bytes <= 20_000 + ROUND_BYTES + 2 * BUSY_SIZE
+    assert memory_of(rounds) <= 20_000 + ROUND_BYTES + 2 * BUSY_SIZE
 
 
 def test_a_recovery_round_does_not_wait_behind_others_for_room() -> None:
@@ -827,9 +834,9 @@ def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:
 def test_a_round_counts_by_its_largest_push() -> None:
     rounds = make_rounds(3, 10_000)
     rounds.on_push(make_held(0, KEY, 0), 0.0)
-    assert rounds.held_bytes == ROUND_BYTES
+    assert memory_of(rounds) == ROUND_BYTES
     rounds.on_push(make_held(1, KEY, 5000), 0.0)
-    assert rounds.held_bytes == ROUND_BYTES + 15_000
+    assert memory_of(rounds) == ROUND_BYTES + 15_000
     (reply,) = rounds.on_push(make_held(0, Key("b", 0, 0), 0), 0.0)
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, Busy)
@@ -857,7 +864,7 @@ def test_old_results_go_before_a_push_is_refused(again: bool) -> None:
     rounds = make_rounds(2, 10_000)
     complete(rounds, KEY, [0, 1], (memoryview(bytes(5000)),))
     assert rounds.on_push(make_held(0, Key("b", 0, 0), BUSY_SIZE, again=again), 0.0) == []
-    assert rounds.held_bytes == ROUND_BYTES + 2 * BUSY_SIZE
+    assert memory_of(rounds) == ROUND_BYTES + 2 * BUSY_SIZE
 
 
 def test_only_the_last_result_is_kept_if_there_is_no_room_for_two() -> None:
@@ -872,15 +879,27 @@ def test_old_results_go_also_for_a_round_beside_an_open_one() -> None:
     complete(rounds, KEY, [0, 1], (memoryview(bytes(3000)),))
     for name in "bc":
         assert push_all(rounds, Key(name, 0, 0), [0], 1000) == []
-    assert rounds.held_bytes == 2 * (ROUND_BYTES + 2000)
+    assert memory_of(rounds) == 2 * (ROUND_BYTES + 2000)
     assert rounds._history.forgotten(KEY) is not None
+
+
+def test_results_that_may_be_forgotten_are_not_held() -> None:
+    rounds, budget_bytes = make_rounds(2, 100_000), 100_000
+    for number in range(30):
+        complete(rounds, Key(f"ended {number}", 0, 0), [0, 1], (memoryview(bytes(3000)),))
+    assert rounds._admission.used_bytes > 0.9 * budget_bytes
+    assert rounds.held_bytes < 0.5 * budget_bytes
+    keys = (Key(f"open {number}", 0, 0) for number in itertools.count())
+    while rounds.on_push(make_held(0, next(keys), BUSY_SIZE), 0.0) == []:
+        pass
+    assert 0.9 * budget_bytes < rounds.held_bytes <= budget_bytes
 
 
 def test_empty_results_count_too() -> None:
     rounds = make_rounds(1, budget_bytes=10 * ROUND_BYTES)
     for number in range(100):
         complete(rounds, Key(f"tensor {number}", 0, 0), [0])
-    assert rounds.held_bytes <= 10 * ROUND_BYTES
+    assert memory_of(rounds) <= 10 * ROUND_BYTES
 
 
 def test_a_round_that_all_push_opens_beyond_the_budget_if_every_open_one_waits() -> None:
@@ -915,7 +934,7 @@ def test_made_up_chunks_that_fail_take_about_what_is_counted(tensor: str) -> Non
         taken_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert taken_bytes < 2.5 * rounds.used_bytes < 2_500_000
+    assert taken_bytes < 2.5 * rounds._admission.used_bytes < 2_500_000
 
 
 def test_what_is_kept_of_a_round_does_not_grow_with_the_ranks() -> None:
@@ -1141,10 +1160,10 @@ def test_an_older_round_never_replaces_a_newer_outcome(is_forgotten: bool) -> No
     assert (older.peers, older.message.step) == ([peer_of(0)], 0)
     if is_forgotten:
         assert rounds._history.forgotten(newer) == frozenset()
-        assert rounds.held_bytes == 0
+        assert memory_of(rounds) == 0
     else:
         assert rounds.on_push(make_held(0, newer), 60.0) == [Reply([peer_of(0)], failed.message)]
-        assert rounds.held_bytes == ROUND_BYTES + FailedRound(failed.message).size_bytes
+        assert memory_of(rounds) == ROUND_BYTES + FailedRound(failed.message).size_bytes
 
 
 def test_ranks_are_asked_ever_more_seldom() -> None:
@@ -1297,16 +1316,16 @@ def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None
     assert isinstance(failure, Reply)
     assert isinstance(failure.message, Failure)
     assert "rank(s) 1" in failure.message.reason
-    assert rounds.held_bytes == ROUND_BYTES + FailedRound(failure.message).size_bytes
+    assert memory_of(rounds) == ROUND_BYTES + FailedRound(failure.message).size_bytes
 
 
 def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
     rounds = make_rounds(2)
     push_fragment(rounds, 1, 1)
-    held_bytes = rounds.held_bytes
+    held_bytes = memory_of(rounds)
     assert held_bytes == ROUND_BYTES + 2 * 3 * 100
     push_fragment(rounds, 1, 0)
-    assert rounds.held_bytes == held_bytes
+    assert memory_of(rounds) == held_bytes
 
 
 @pytest.mark.parametrize("fields", [{"fragments": 4}, {"rows": 4}])

@@ -14,6 +14,7 @@ import torch
 from zenps.cli import doctor
 from zenps.cli.doctor import Check, examine
 from zenps.cli.local_clusters import LocalCluster
+from zenps.config.settings import GIB
 from zenps.config.sources import load
 from zenps.kernels.native.library import find_library
 from zenps.keys import generate
@@ -121,9 +122,17 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_container_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_available_bytes", lambda: 1 << 30)
-    assert examined()["memory"].verdict == "warn"
-    assert examined("cluster.server_budget_bytes=1GiB")["memory"].verdict == "ok"
+    monkeypatch.setattr(doctor, "_available_bytes", lambda: 5 * GIB // 2)
+    assert examined()["memory"] == Check(
+        "memory",
+        "warn",
+        "2.5 GiB available; with a budget of 4.0 GiB a server may take 12.5 GiB",
+        "lower cluster.server_budget_bytes where servers run here, or they may be killed",
+    )
+    assert examined("cluster.server_budget_bytes=513MiB")["memory"].verdict == "warn"
+    fitting = examined("cluster.server_budget_bytes=512MiB")["memory"]
+    assert fitting.verdict == "ok"
+    assert fitting.found.endswith("with a budget of 0.5 GiB a server may take 2.5 GiB")
 
 
 def test_taken_ports() -> None:

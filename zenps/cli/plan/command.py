@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from zenps.config.settings import Config, SyncConfig
 from zenps.errors import ConfigError
 from zenps.observe.recording import read
 from zenps.schemes.traffic import Links
@@ -36,17 +37,18 @@ class Request(Struct, frozen=True, kw_only=True):
     counts: list[int]
     links: Links
     ruled_out: dict[str, str]
+    sync: SyncConfig
     write: Path | None
     plot: Path | None
     json: bool
 
     @classmethod
-    def from_options(cls, args: argparse.Namespace, workers: int) -> Request:
+    def from_options(cls, args: argparse.Namespace, config: Config) -> Request:
         """Checks the options, so that an error is reported before a training is started.
 
         Args:
             args: the command line.
-            workers: ``cluster.workers``; the plan is for as many if there are several.
+            config: the settings; the plan is for ``cluster.workers`` if there are several.
 
         Raises:
             ConfigError: an option is wrong, or names a file that cannot be written.
@@ -56,7 +58,7 @@ class Request(Struct, frozen=True, kw_only=True):
             raise ConfigError("CMD", "", "-- CMD [ARG ...] to record, or --trace FILE with what was recorded")
         steps = _for_recording("--steps", args.plan_steps, "20", has_command)
         local_workers = _for_recording("--local-workers", args.plan_local_workers, "2", has_command)
-        counts = _counts(args.plan_workers, workers)
+        counts = _counts(args.plan_workers, config.cluster.workers)
         excluded = ruled_out(args.set, args.config)
         if args.plan_write is not None:
             excluded |= check_settings(args.plan_write)
@@ -73,6 +75,7 @@ class Request(Struct, frozen=True, kw_only=True):
                 latency_seconds=parse_latency(args.plan_latency),
             ),
             ruled_out=excluded,
+            sync=config.sync,
             write=args.plan_write,
             plot=args.plan_plot,
             json=args.json,
@@ -96,7 +99,7 @@ class Request(Struct, frozen=True, kw_only=True):
 def answer(request: Request, trace: Path) -> None:
     """Plans by ``trace``, prints the plan, and writes the files that ``request`` asks for."""
     found, rare = profiles(read(trace))
-    plan = make_plan(found, request.links, request.counts, rare, request.ruled_out)
+    plan = make_plan(found, request.links, request.counts, rare, request.ruled_out, request.sync)
     if request.json:
         print(msgspec.json.format(msgspec.json.encode(plan)).decode())
     else:

@@ -17,10 +17,12 @@ from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
 
 from .profile import Profile
-from .sparsified import DENSITY, sparsifier_savings
+from .sparsified import sparsifier_savings
 from .units import show_bytes, show_seconds
 
-DEFAULT: Final = SyncConfig().scheme
+_USUAL: Final = SyncConfig()
+
+DEFAULT: Final = _USUAL.scheme
 """Recommended unless another scheme wins by :data:`MARGIN`."""
 
 MARGIN: Final = 1.05
@@ -81,6 +83,7 @@ def make_plan(
     counts: Sequence[int],
     rare: Sequence[str] = (),
     ruled_out: Mapping[str, str] = MappingProxyType({}),
+    sync: SyncConfig = _USUAL,
 ) -> Plan:
     """Predicts the cost of each scheme, and recommends one.
 
@@ -90,6 +93,7 @@ def make_plan(
         counts: the numbers of workers for which the plan lists predictions.
         rare: names of tensors that are left out.
         ruled_out: schemes that the plan lists but does not recommend, each with the setting that excludes it.
+        sync: the settings, for the notes.
     """
     by_count = {count: _costs(found, links, count) for count in sorted({links.workers, *counts, *DOUBLINGS})}
     possible = {
@@ -123,7 +127,7 @@ def make_plan(
         scheme=choice,
         granule=granule,
         reason=" ".join(_reasons(found, links, possible, choice, granule)),
-        notes=_notes(found, links.workers, rare, ruled_out),
+        notes=_notes(found, links.workers, rare, ruled_out, sync),
     )
 
 
@@ -209,15 +213,24 @@ def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice
 
 
 def _notes(
-    found: Sequence[Profile], workers: int, rare: Sequence[str], ruled_out: Mapping[str, str]
+    found: Sequence[Profile],
+    workers: int,
+    rare: Sequence[str],
+    ruled_out: Mapping[str, str],
+    sync: SyncConfig,
 ) -> list[str]:
     notes = []
-    whole_bytes, sparsified = sparsifier_savings(found, workers)
-    if whole_bytes:
+    whole_bytes, sparsified = sparsifier_savings(found, workers, sync.density)
+    if sync.values != "same":
+        notes.append(f"sync.values = {sync.values!r} is not counted: values count as gradients have them")
+    if sync.sparsifier != "none":
+        notes.append(f"sync.sparsifier = {sync.sparsifier!r} is not counted: dense gradients count whole")
+    elif whole_bytes:
         others = ", ".join(f"{show_bytes(moved)} with {name}" for name, moved in sparsified.items())
         notes.append(
             f"of large dense gradients each worker pushes and pulls {show_bytes(whole_bytes)} a step; "
-            f"sync.sparsifier would reduce that to {others} at a density of {DENSITY:g} (docs/sparsifiers.md)"
+            f"sync.sparsifier would reduce that to {others} at a density of {sync.density:g} "
+            "(docs/sparsifiers.md)"
         )
     for profile in found:
         name = repr(profile.tensor)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
 
-from zenps.config.settings import SparsifierConfig, SyncConfig
+from zenps.config.settings import SparsifierConfig
 
 from .profile import Profile
 
-DENSITY: Final = SyncConfig().density
 
-
-def sparsifier_savings(found: Sequence[Profile], workers: int) -> tuple[float, dict[str, float]]:
+def sparsifier_savings(
+    found: Sequence[Profile], workers: int, density: float
+) -> tuple[float, dict[str, float]]:
     """Returns what each worker pushes and pulls of large dense gradients in a step: whole, and by sparsifier.
 
     Args:
         found: the tensors.
+        workers: their number.
+        density: ``sync.density``.
     """
     large = [
         profile
@@ -26,22 +27,22 @@ def sparsifier_savings(found: Sequence[Profile], workers: int) -> tuple[float, d
     ]
     sizes = [(profile.rows, profile.item_bytes) for profile in large]
     return sum(2.0 * elements * item_bytes for elements, item_bytes in sizes), {
-        "topk": sum(own_bytes(*size, workers) for size in sizes),
-        "exdyna": sum(agreed_bytes(*size, workers) for size in sizes),
+        "topk": sum(own_bytes(*size, workers, density) for size in sizes),
+        "exdyna": sum(agreed_bytes(*size, workers, density) for size in sizes),
     }
 
 
-def own_bytes(elements: int, item_bytes: int, workers: int) -> float:
+def own_bytes(elements: int, item_bytes: int, workers: int, density: float) -> float:
     """Returns what a worker pushes and pulls if each pushes its own elements, and all are different."""
-    union = min(workers * DENSITY, 1.0)
-    pushed = elements * DENSITY * (item_bytes + position_bytes(DENSITY))
+    union = min(workers * density, 1.0)
+    pushed = elements * density * (item_bytes + position_bytes(density))
     return pushed + elements * union * (item_bytes + position_bytes(union))
 
 
-def agreed_bytes(elements: int, item_bytes: int, workers: int) -> float:
+def agreed_bytes(elements: int, item_bytes: int, workers: int, density: float) -> float:
     """Returns what a worker pushes and pulls if all agree on the elements first."""
-    pulled = elements * DENSITY * (item_bytes + position_bytes(DENSITY))
-    return pulled + elements * DENSITY * (item_bytes + position_bytes(DENSITY) / workers)
+    pulled = elements * density * (item_bytes + position_bytes(density))
+    return pulled + elements * density * (item_bytes + position_bytes(density) / workers)
 
 
 def position_bytes(density: float) -> float:

@@ -13,6 +13,7 @@ from zenps.errors import ConfigError
 
 _BITS: Final = {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9}
 _TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_BYTES: Final = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 def parse_bandwidth(text: str) -> float:
@@ -43,14 +44,17 @@ def _parse(option: str, text: str, units: dict[str, float], such_as: str) -> flo
 
 def show_seconds(seconds: float) -> str:
     """Writes seconds with three digits, in the unit that suits."""
-    unit, size = next(((unit, size) for unit, size in _TIMES.items() if seconds < 1000 * size), ("s", 1.0))
-    return f"{seconds / size:.3g} {unit}"
+    return _show(seconds, _TIMES)
 
 
 def show_bytes(count: float) -> str:
     """Writes bytes with three digits, in the unit that suits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
+    return _show(count, _BYTES)
+
+
+def _show(value: float, units: dict[str, float]) -> str:
+    """Writes a number with three digits in the least unit that needs no more, or whole in the greatest."""
+    for unit, size in units.items():
+        if value / size < 999.5:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / size:.0f} {unit}"

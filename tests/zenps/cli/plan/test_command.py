@@ -46,6 +46,14 @@ def test_json_is_the_whole_plan(trace: str, capsys: pytest.CaptureFixture[str]) 
     assert Path("new.toml").read_text() == '[sync]\nscheme = "zenps"\n'
 
 
+def test_the_settings_of_the_job_are_those_that_the_notes_name(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--trace", trace, "--json", "--set", "sync.sparsifier=topk"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "sync.sparsifier = 'topk' is not counted: dense gradients count whole" in notes
+
+
 def test_tables_are_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--trace", trace]) == 0
     lines = capsys.readouterr().out.splitlines()

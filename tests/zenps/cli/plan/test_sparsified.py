@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from zenps.cli.plan.sparsified import DENSITY, position_bytes, sparsifier_savings
-from zenps.config.settings import SyncConfig
+from zenps.cli.plan.sparsified import position_bytes, sparsifier_savings
 
 RESULTS = Path(__file__).parents[4] / "benchmarks" / "results" / "density.json"
 
@@ -21,8 +20,8 @@ def profile(rows: int, item_bytes: int = 4, *, is_sparse: bool = False) -> Any:
 
 
 def test_only_large_dense_tensors_count() -> None:
-    assert sparsifier_savings([profile(16_383), profile(10**6, is_sparse=True)], 4)[0] == 0
-    whole, moved = sparsifier_savings([profile(16_384), profile(10**6)], 4)
+    assert sparsifier_savings([profile(16_383), profile(10**6, is_sparse=True)], 4, 0.01)[0] == 0
+    whole, moved = sparsifier_savings([profile(16_384), profile(10**6)], 4, 0.01)
     assert whole == 8 * (16_384 + 10**6)
     assert whole > 20 * moved["topk"] > 20 * moved["exdyna"] > 0
 
@@ -33,14 +32,9 @@ def test_a_position_takes_its_entropy() -> None:
     assert position_bytes(0.01) == pytest.approx((-math.log2(0.01) - 99 * math.log2(0.99)) / 8)
 
 
-def test_the_density_is_the_default() -> None:
-    assert SyncConfig().density == DENSITY
-
-
-def test_measured_savings_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.cli.plan.sparsified.DENSITY", 0.001)
+def test_measured_savings_are_near() -> None:
     report = json.loads(RESULTS.read_text())
     measured = {run["way"]: run["bytes_ratio"] for run in report["runs"]}
-    whole, moved = sparsifier_savings([profile(report["elements"])], report["workers"])
+    whole, moved = sparsifier_savings([profile(report["elements"])], report["workers"], 0.001)
     for name, total in moved.items():
         assert whole / total == pytest.approx(measured[name], rel=0.15)
