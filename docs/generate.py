@@ -57,6 +57,8 @@ The scheduler refuses a worker that differs from it in one of these
 
 SHARED.
 
+In an elastic job, and with a sparsifier, `cluster.workers` is one of them, too.
+
 It refuses a server that differs in SERVERS.
 """
 

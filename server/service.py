@@ -157,7 +157,7 @@ class _Service:
             TERMINATION.check()
             now = time.monotonic()
             if now > next_check + STOPPED_SECONDS:
-                self._rounds.on_stopped(now - next_check)
+                self._rounds.on_stopped(now - next_check, now)
             if now >= next_check:
                 self._check_peers(now)
                 next_check = now + LOOK_SECONDS

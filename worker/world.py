@@ -197,8 +197,9 @@ class ClusterWorld(World):
         config, view = session.config, session.lease.view
         self.rank = view.rank
         self.is_joining = view.admitted > 0
-        self.most = config.cluster.workers
         self.is_elastic = config.cluster.is_elastic
+        # Of an elastic job, the view may lack lost workers; of another one, the configuration may be another.
+        self.most = config.cluster.workers if self.is_elastic else len(view.workers)
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification

@@ -88,7 +88,7 @@ ASK_SECONDS = 0.5
 MAX_ASK_SECONDS = 16.0
 
 STOP_GRACE_SECONDS = 2.0
-"""After the server was stopped, a round waits so much longer: pushes may have come that nobody has read.
+"""No round expires for so long after the server was stopped: pushes may have come that nobody has read.
 
 Workers wait longer than that beyond the deadline, so they hear from the server which rank is late."""
 
@@ -164,8 +164,6 @@ class ServerRound(Struct, eq=False):
     refused_ranks: set[int] = set()
     """The ranks whose contributions they have; one push may stand for several."""
     opened: float = 0.0
-    postponed_seconds: float = 0.0
-    """By how much it was set later, because the server was stopped."""
     held: dict[int, HeldPush] = {}
     """By the rank that pushed; of a push in fragments, the one that came first."""
     fragments: dict[int, dict[int, HeldPush]] = {}
@@ -197,14 +195,6 @@ class ServerRound(Struct, eq=False):
     def advance(self, event: RoundEvent) -> None:
         """Moves to the state that the table gives."""
         self.state = ROUND[self.state][event]
-
-    def postpone(self, seconds: float) -> None:
-        """Leaves the time for which the server was stopped out of the lateness of ranks, and a little of it
-        out of the round's age."""
-        grace = min(seconds, STOP_GRACE_SECONDS - self.postponed_seconds)
-        self.postponed_seconds += grace
-        self.opened += grace
-        self.arrivals = [at + seconds for at in self.arrivals]
 
     def lacks(self, push: Push) -> bool:
         """True if other fragments of the same push have come, and this one has not."""

@@ -23,6 +23,7 @@ from .history import History
 from .states import (
     FAILURES,
     MAX_ASK_SECONDS,
+    STOP_GRACE_SECONDS,
     Action,
     HeldPush,
     Key,
@@ -57,6 +58,8 @@ class ServerRounds:
         self._admission = Admission(budget_bytes, self._history)
         self._last_push = -math.inf
         """When a push came last, of any round."""
+        self._expires_from = -math.inf
+        """No round expires earlier."""
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -172,15 +175,17 @@ class ServerRounds:
         self._departed[rank] = reason
         return self._fail_without_departed(now)
 
-    def on_stopped(self, seconds: float) -> None:
+    def on_stopped(self, seconds: float, now: float) -> None:
         """This process was stopped for so long: pushes may have come that nobody has read."""
+        self._expires_from = now + STOP_GRACE_SECONDS
         for round_ in self._open.values():
-            round_.postpone(seconds)
+            round_.arrivals = [at + seconds for at in round_.arrivals]
 
     def on_tick(self, now: float) -> Actions:
         """Ends rounds that have waited long enough, and asks for pushes that ranks may not send unasked."""
         self._count_late(now)
-        ended = [self._expire(round_, now) for round_ in list(self._open.values())]
+        due = list(self._open.values()) if now >= self._expires_from else []
+        ended = [self._expire(round_, now) for round_ in due]
         return [*chain.from_iterable(ended), *self._readmit(now), *self._ask(now)]
 
     # ── transitions ─────────────────────────────────────────────────────────────────────────────

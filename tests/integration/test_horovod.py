@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 import zenps as zps
 import zenps.horovod as hvd
-from tests.integration.cluster import Cluster, Raised, attempt
+from tests.integration.cluster import Cluster, Raised, attempt, await_file
+from tests.integration.interrupts import interrupted_after
+from zenps.horovod.turns import TURNS
 
 LOOPS = {0: 5, 1: 2, 2: 3}
 """How many batches each rank has."""
@@ -220,6 +223,35 @@ def test_a_barrier_gives_the_calls_before_it_their_turns(results: list[dict[str,
     for result in results:
         assert not isinstance(result["barrier"], Raised), result["barrier"]
         assert result["barrier"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("waits_in", ["turn", "barrier"])
+def test_an_interrupted_barrier_continues(waits_in: str, tmp_path: Path) -> None:
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 30}) as cluster:
+        workers = [cluster.start(interrupt_a_barrier, waits_in, tmp_path, rank=rank) for rank in range(2)]
+        assert [worker.result() for worker in workers] == [1.0, 1.0]
+
+
+def interrupt_a_barrier(waits_in: str, path: Path) -> float:
+    """Ctrl-C ends rank 0's wait for the turn, or for the barrier that follows in it."""
+
+    def come_late() -> None:
+        await_file(path / "interrupted")
+        zps.barrier()
+
+    hvd.init()
+    if hvd.rank() == 0:
+        with interrupted_after(0.5):
+            hvd.barrier()
+        (path / "interrupted").touch()
+        hvd.barrier()
+    elif waits_in == "turn":
+        await_file(path / "interrupted")
+        hvd.barrier()
+    else:
+        TURNS.run(["barrier"], come_late)
+    average: float = hvd.allreduce(torch.ones(1)).item()
+    return average
 
 
 def train_and_join() -> dict[str, Any]:

@@ -126,7 +126,7 @@ def test_a_server_that_fails_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
         assert Leave() in playing.result(WAIT_MS / 1000)
 
 
-def test_a_server_that_was_stopped_postpones_deadlines_by_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_notices_for_how_long_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers may have pushed meanwhile: what they sent waits to be read."""
     stops: list[float] = []
     ticks: list[float] = []
@@ -142,7 +142,7 @@ def test_a_server_that_was_stopped_postpones_deadlines_by_that_time(monkeypatch:
     monkeypatch.setattr(server_service, "STOPPED_SECONDS", 0.3)
     with started(monkeypatch, CollectorRegistry()) as (service, _):
         monkeypatch.setattr(service._dispatcher, "tick", tick)
-        monkeypatch.setattr(service._rounds, "on_stopped", lambda seconds: stops.append(seconds))
+        monkeypatch.setattr(service._rounds, "on_stopped", lambda seconds, now: stops.append(seconds))
         with pytest.raises(RuntimeError, match="planted"):
             service._serve_until_told()
     assert 0.5 - LOOK_SECONDS - 0.01 < max(stops) < WAIT_MS / 1000

@@ -26,7 +26,10 @@ def server_settings(config: Config) -> dict[str, str | int | float]:
 def shared_settings(config: Config) -> dict[str, str | int | float]:
     """The settings that must be equal on all workers, by ``section.field``."""
     thinning = {f"sparsifier.{name}": value for name, value in structs.asdict(config.sparsifier).items()}
+    # Elsewhere a worker takes the number from its first view.
+    needs_workers = config.cluster.is_elastic or config.sync.sparsifier != "none"
     return {
+        **({"cluster.workers": config.cluster.workers} if needs_workers else {}),
         "cluster.max_message_bytes": config.cluster.max_message_bytes,
         "cluster.on_worker_loss": config.cluster.on_worker_loss,
         **thinning,

@@ -122,7 +122,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
         DeadlineError, PeerLostError: as :func:`zenps.barrier`.
     """
     check_process_set(process_set)
-    TURNS.run(["barrier"], worker.barrier)
+    TURNS.barrier()
 
 
 def join(device: int = -1) -> int:

@@ -84,6 +84,8 @@ class Turns:
         self._steppers: list[tuple[Prefix, weakref.ref[Stepper]]] = []
         """They may outlive the job in which they were made."""
         self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
+        self._barrier: Call | None = None
+        """The last barrier; an interrupt may have ended the wait for it."""
         self.reset()
 
     def reset(self) -> None:
@@ -93,6 +95,7 @@ class Turns:
             if call is not None:
                 call.is_settled, call.error = True, LeftError()
         self._unsettled.clear()
+        self._barrier = None
         self._zeros: dict[str, Reduction] = {}
         self._counts: Counter[str] = Counter()
         """How many unnamed tensors of each kind had names so far."""
@@ -142,6 +145,20 @@ class Turns:
         self.take(call)
         self.settle(call)
         return call.result
+
+    def barrier(self) -> None:
+        """Waits until all ranks have called this; continues a barrier that an interrupt has ended.
+
+        Errors are those of :meth:`settle`, and of :func:`zenps.barrier`.
+        """
+        call = self._barrier
+        if call is None or call.work is None:
+            call = Call(["barrier"], worker.barrier)
+            self.take(call)
+            self._barrier = call
+        elif call.is_settled:  # the interrupt came when the other ranks had made this call
+            call.settle(0)
+        self.settle(call)
 
     def join(self) -> int:
         """Serves the calls of the other ranks until all have joined; returns the rank that joined last.

@@ -224,7 +224,9 @@ class ServerMetrics(_ListenerMetrics):
         self.round_wait_duration = self._durations(
             "zenps_round_wait_duration_seconds", "Time from the first push of a round to the last."
         )
-        self.held_bytes = self._gauge("zenps_held_bytes", "Bytes of pushes and sums held now.")
+        self.held_bytes = self._gauge(
+            "zenps_held_bytes", "Bytes of pushes held now, and of sums that may not be forgotten."
+        )
         self.budget_bytes = self._gauge("zenps_budget_bytes", "Held bytes above which pushes are refused.")
         self.open_rounds = self._gauge("zenps_open_rounds", "Rounds that wait for pushes.")
         self.duplicate_pushes = self._tally("zenps_duplicate_pushes_total", "Pushes received more than once.")

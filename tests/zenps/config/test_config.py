@@ -304,6 +304,22 @@ def test_chunks_are_smaller_where_many_workers_share_a_budget(workers: int, chun
     }
 
 
+@pytest.mark.parametrize(
+    ("sets", "needs_workers"),
+    [
+        ([], False),
+        (["cluster.on_worker_loss=continue"], True),
+        (["sync.sparsifier=topk"], True),
+    ],
+    ids=["neither", "elastic", "sparsifier"],
+)
+def test_workers_need_the_number_of_workers_where_they_compute_with_it(
+    sets: list[str], needs_workers: bool
+) -> None:
+    config = load(sets=[*sets, "cluster.workers=3"], environ={}).config
+    assert shared_settings(config).get("cluster.workers") == (3 if needs_workers else None)
+
+
 def test_two_chunks_are_no_more_than_half_a_message() -> None:
     config = load(sets=["cluster.max_message_bytes=8MiB"], environ={}).config
     assert (sizes.chunk_bytes(config), sizes.message_bytes(config)) == (8 * MIB, 4 * MIB)
