@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
@@ -122,6 +123,27 @@ def test_settings_that_are_not_the_schedulers() -> None:
     assert error.kind == "MismatchError"
     assert "sync.granule is 64 here and 32 there" in error.text
     assert "sync.seed is 7" in error.text
+
+
+def broadcast_from_the_last() -> tuple[float, float]:
+    model = {"weight": torch.full((3,), float(zps.rank()))}
+    zps.broadcast_parameters(model, zps.size() - 1)
+    zps.DistributedOptimizer(torch.optim.SGD(torch.nn.Linear(2, 1).parameters()))
+    return model["weight"][0].item(), zps.broadcast(torch.tensor(float(zps.rank())), 1).item()
+
+
+def test_workers_need_not_know_how_many_they_are() -> None:
+    with Cluster(workers=2, servers=1) as cluster:
+        settings = {"cluster.workers": 1}
+        workers = [cluster.start(broadcast_from_the_last, rank=rank, settings=settings) for rank in (0, 1)]
+        assert [worker.result() for worker in workers] == [(1.0, 1.0), (1.0, 1.0)]
+
+
+def test_workers_of_an_elastic_job_must_know_how_many_they_are() -> None:
+    with Cluster(workers=2, servers=1, settings={"cluster.on_worker_loss": "continue"}) as cluster:
+        error = cluster.start(join, rank=0, init=False, settings={"cluster.workers": 1}).result()
+    assert error.kind == "MismatchError"
+    assert "cluster.workers is 1 here and 2 there" in error.text
 
 
 def test_a_partition_that_does_not_exist() -> None:
