@@ -120,6 +120,11 @@ class Channel(Waiter):
         return self._servers.arena
 
     @property
+    def failure(self) -> ZenPSError | None:
+        """Why all rounds fail from now on; None as long as the job is not lost. From any thread."""
+        return self._rounds.failure
+
+    @property
     def progress(self) -> tuple[int, int]:
         """The epoch of the newest view that was applied, and the newest watermark that has passed here."""
         # An admission resets the watermark before its epoch shows, and the epoch is read first: no watermark

@@ -16,6 +16,9 @@ from ..core.steps import Steps
 from ..encode.accelerator import LOOK_SECONDS
 from .channel import Channel
 
+POLL_SECONDS = 0.05
+"""How long answers of servers may wait for a thread that waits for a device."""
+
 
 class _Staged(NamedTuple):
     pending: Pending
@@ -56,13 +59,16 @@ class SubmitQueue(Waiter):
         elif not self._submit_if_prepared(staged := _Staged(pending, now_ns())):
             self._staged.append(staged)
 
-    def advance(self, until: float) -> None:
-        """Pushes prepared tensors; waits for the others, at most until the monotonic time ``until``."""
+    def advance(self, until: float, ready: Ready = lambda: False) -> None:
+        """Pushes prepared tensors; waits for the others until ``ready()``, or the monotonic time ``until``.
+
+        Once the job is lost, tensors that wait fail: their device may never end its work.
+        """
         while self._staged:
             with self._lock:
                 while self._staged and self._submit_if_prepared(self._staged[0]):
                     self._staged.popleft()
-            if not self._staged or time.monotonic() >= until:
+            if not self._staged or ready() or time.monotonic() >= until:
                 return
             with MASK.lifted:
                 time.sleep(LOOK_SECONDS)
@@ -70,7 +76,11 @@ class SubmitQueue(Waiter):
     def wait(self, ready: Ready, until: float) -> None:
         # Push everything before waiting: other ranks wait for these tensors.
         if self._staged:
-            self.advance(until)
+            self.advance(until=0.0)
+        while self._staged and not ready() and (now := time.monotonic()) < until:
+            self.advance(min(until, now + POLL_SECONDS), ready)
+            if self._staged:
+                self._channel.look(ready)
         self._channel.wait(ready, until)
 
     def look(self, ready: Ready) -> None:
@@ -81,6 +91,8 @@ class SubmitQueue(Waiter):
         """Pushes the tensor if it is prepared. Returns whether it was pushed or has failed."""
         pending, begun_ns = staged
         try:
+            if self._channel.failure is not None:
+                raise self._channel.failure
             if not pending.transfer.prepared():
                 return False
             self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)

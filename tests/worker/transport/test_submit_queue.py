@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
-from zenps.errors import TensorError, ZenPSError
+from zenps.errors import PeerLostError, TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.interrupts import MASK, Ready
 from zenps.worker.core.pending import Notifier, Pending, Waiting
@@ -67,6 +68,8 @@ class OnTheCpu(Slow):
 
 class Submitted(Channel):
     """Notes the names of what is pushed, and how it is waited for."""
+
+    failure: ZenPSError | None = None
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -207,7 +210,30 @@ def test_whoever_waits_pushes_all_before(queue: Queue) -> None:
     until = time.monotonic() + 20
     threading.Timer(0.05, lambda: setattr(transfers[1], "ready", True)).start()
     queue.queue.wait(lambda: False, until)
-    assert queue.pushed == ["0", "look", "1", f"wait {until:g}"]
+    assert [each for each in queue.pushed if each != "look"] == ["0", "1", f"wait {until:g}"]
+
+
+def test_a_result_that_is_there_waits_for_no_device(queue: Queue) -> None:
+    queue.submit("waits", Slow())
+    queue.queue.wait(lambda: True, math.inf)
+    assert queue.pushed == ["wait inf"]
+
+
+def test_whoever_waits_for_a_device_reads_answers(queue: Queue) -> None:
+    queue.submit("waits", Slow())
+    queue.queue.wait(lambda: "look" in queue.pushed, math.inf)
+    assert queue.pushed == ["look", "wait inf"]
+
+
+def test_once_the_job_is_lost_no_tensor_waits_for_its_device(queue: Queue) -> None:
+    """A kernel of NCCL, for instance, may wait for a lost rank for ever."""
+    lost = PeerLostError("worker 1 was lost")
+    pending = queue.submit("waits", Slow())
+    threading.Timer(0.05, lambda: setattr(queue.channel, "failure", lost)).start()
+    queue.queue.advance(math.inf)
+    with pytest.raises(PeerLostError) as raised:
+        pending.wait()
+    assert raised.value is lost
 
 
 def test_two_threads_push_a_tensor_once(queue: Queue) -> None:
