@@ -64,9 +64,9 @@ class DeviceGradient(Gradient):
         gradient, gpu = self._following(tensor), self.gpu
         with self._enqueued(gpu.pushing):
             found = self._find(gradient)
-            sums = torch.cat([*(self.residual[begin:end] for begin, end in self.exact), found.values])
-            pushed, rounding = self._rounded(sums)
             taken = self._with_exact(found.indices)
+            sums = self.residual[taken] if self.exact else found.values
+            pushed, rounding = self._rounded(sums)
             indices, values = gpu.to_host(taken), gpu.to_host(pushed)
             is_finite = gpu.to_host(sums.isfinite().all())
         indices, origin = self._sorted(indices)
@@ -226,11 +226,11 @@ class DeviceGradient(Gradient):
             rounding: their rounding errors, which stay in the residual.
         """
         with self._enqueued(self.gpu.pulling):
-            if not bool(is_finite):
-                self.residual.nan_to_num_(0, 0, 0)
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
-            self.residual[taken] = 0
-            # An exact element may be there twice, see _sorted: its other error is 0.
-            self.residual.index_add_(0, taken, rounding)
+            # One operation, so that a lack of memory cannot remove the elements without their errors. An
+            # exact element may be there twice, see _sorted, with equal errors.
+            self.residual[taken] = rounding
+            if not bool(is_finite):
+                self.residual.nan_to_num_(0, 0, 0)
         self.feedback.added_step = None
