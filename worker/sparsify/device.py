@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import TensorError, ZenPSError
+from zenps.errors import DeadlineError, TensorError, ZenPSError
 from zenps.kernels.gpu.threshold_compact import greatest, threshold_compact
 from zenps.sparsifiers.base import Above, Sparsifier, Sums
 
@@ -67,7 +67,8 @@ class DeviceGradient(Gradient):
             taken = self._with_exact(found.indices)
             sums = self.residual[taken] if self.exact else found.values
             pushed, rounding = self._rounded(sums)
-            indices, values = gpu.to_host(taken), gpu.to_host(pushed)
+            indices = gpu.to_host(taken)
+            values = gpu.to_host(pushed)
             is_finite = gpu.to_host(sums.isfinite().all())
         indices, origin = self._sorted(indices)
         if origin is not None:
@@ -81,7 +82,8 @@ class DeviceGradient(Gradient):
             taken = indices.to(gpu.device)
             values = residual[taken]
             pushed, rounding = self._rounded(values)
-            on_host, is_finite = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
+            on_host = gpu.to_host(pushed)
+            is_finite = gpu.to_host(values.isfinite().all())
         self._remove(taken, is_finite, rounding)
         return on_host
 
@@ -114,15 +116,25 @@ class DeviceGradient(Gradient):
 
     @contextlib.contextmanager
     def _enqueued(self, lane: Lane) -> Iterator[None]:
-        """Context for work on a stream; at its end, waits for it.
+        """Context for work on a stream; at its end, waits for it, also after an error.
+
+        Assign each copy to the host to a variable as soon as it is made: this keeps its memory until then.
 
         Raises:
             TensorError: the device has failed, for example for lack of memory.
             DeadlineError: the device has not finished in time.
         """
         try:
-            with lane.current():
-                yield
+            try:
+                with lane.current():
+                    yield
+            except DeadlineError:  # of a wait
+                raise
+            except BaseException:
+                # Copies to pinned memory may be under way, and its pool lends it again after the error.
+                with contextlib.suppress(Exception):
+                    self.gpu.wait_for(lane.mark())
+                raise
             self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise

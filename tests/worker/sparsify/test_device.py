@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -485,6 +486,55 @@ def test_values_that_cannot_come_to_the_host_stay_in_the_residual(left: int) -> 
     assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], request.tensor)
 
 
+class Copying(Scarce):
+    """Knows the copies to the host that may be under way. Once memory was short, waits for them fail at will.
+
+    Attributes:
+        dropped: those whose memory nobody kept until they were waited for.
+    """
+
+    fault: Exception | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way, self.dropped = list[weakref.ref[Tensor]](), list[weakref.ref[Tensor]]()
+
+    def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+        copy = super().to_host(tensor, pool)
+        self.under_way.append(weakref.ref(copy))
+        return copy
+
+    def wait_for(self, event: Event) -> None:
+        super().wait_for(event)
+        self.dropped += [copy for copy in self.under_way if copy() is None]
+        self.under_way.clear()
+        if self.fault is not None and self.left == math.inf:
+            raise self.fault
+
+
+every_way = pytest.mark.parametrize(
+    "take", [DeviceGradient.select_and_take, Gradient.select_and_take], ids=["at once", "apart"]
+)
+Take = Callable[[Gradient, Tensor], tuple[Tensor, Tensor]]
+
+
+@every_way
+@pytest.mark.parametrize("left", range(6))
+@pytest.mark.parametrize("fault", [None, RuntimeError("illegal memory access")], ids=["", "fault"])
+def test_no_copy_to_the_host_is_under_way_when_a_push_has_failed(
+    take: Take, left: int, fault: Exception | None
+) -> None:
+    """Its memory may be used again at once."""
+    gpu, tensor = Copying(), gradient(0, SIZE)
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    gpu.left, gpu.fault = left, fault
+    with pytest.raises(TensorError, match="CUDA out of memory"):
+        take(made.gradient, tensor)
+    assert not gpu.under_way
+    assert not gpu.dropped
+
+
 class Short(TorchDispatchMode):
     """No memory is left for one operation, counted from 0, of those that may allocate some on a device."""
 
@@ -504,10 +554,10 @@ class Short(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@every_way
 @pytest.mark.parametrize("exact", [(), BUCKET, VECTORS], ids=["", "bucket", "vectors"])
-@pytest.mark.parametrize("take", [DeviceGradient.select_and_take, Gradient.select_and_take])
 def test_elements_leave_the_residual_all_at_once_whatever_lacks_memory(
-    take: Callable[[Gradient, Tensor], tuple[Tensor, Tensor]], exact: tuple[tuple[int, int], ...]
+    take: Take, exact: tuple[tuple[int, int], ...]
 ) -> None:
     tensor = with_nan(1).bfloat16()
 
