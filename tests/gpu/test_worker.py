@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_quantizer import encode, planner_of
@@ -26,7 +26,7 @@ from tests.worker.encode.test_transfer import (
 )
 from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueForm
-from zenps.codecs.values import VALUE_CODECS, value_codec
+from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
 from zenps.config.settings import CudaConfig
 from zenps.partition.device_layout import device_layout_on
 from zenps.wire.shared_memory.arena import Arena
@@ -38,6 +38,7 @@ from zenps.worker.encode.dense import DenseTransfer, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
 from zenps.worker.encode.staged import StagedDense, empty_on
+from zenps.worker.training.gradients.buckets import Bucket
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -203,21 +204,33 @@ def test_dense(accelerator: CudaAccelerator, dtype: torch.dtype, count: int, ser
         assert encoded_by(transfer) == encoded_by(on_the_cpu)
 
 
+def make_bucket(elements: int) -> Bucket:
+    """Of two parameters; only the first has a gradient."""
+    first, second = (nn.Parameter(torch.zeros(size)) for size in (elements - elements // 3, elements // 3))
+    first.grad = torch.randn(len(first))
+    return Bucket("bucket", [first, second], RUN)
+
+
+@pytest.mark.parametrize("has_parts", [False, True])
 @pytest.mark.parametrize("count", [3000, 70_000, 1 << 20])
 @pytest.mark.parametrize("form", VALUE_CODECS)
 def test_a_device_rounds_a_dense_gradient_as_the_cpu(
-    accelerator: CudaAccelerator, form: ValueForm, count: int
+    accelerator: CudaAccelerator, form: ValueForm, count: int, has_parts: bool
 ) -> None:
     """Bit for bit, with what was rounded off before, and with values that are no numbers."""
+    parts = make_bucket(count).parts if has_parts else None
+    count = count if parts is None else parts.flags.stop
     layout = make_ranges(count, [0, 1, 2])
     sharding = Sharding(layout, 2, 0) if count > 20_000 else Sharding(None, 1, 0)
     size = layout.size if sharding.layout else count
     codec = VALUE_CODECS[form]
     here, there = torch.zeros(size, 1), torch.zeros(size, 1, device="cuda")
-    host = Quantizer(codec, here, BufferPool(0).empty)
-    device = Quantizer(codec, there, partial(empty_on, accelerator.device))
+    host = Quantizer(codec, here, BufferPool(0).empty, parts)
+    device = Quantizer(codec, there, partial(empty_on, accelerator.device), parts)
     for step in range(3):
         tensor = torch.randn(count) * torch.logspace(-42, 3, count)
+        if parts is not None:
+            tensor[parts.flags] = torch.tensor([1.0, 0.0 if step == 1 else 1.0])
         if step == 2:
             tensor[5], tensor[700] = float("inf"), float("-inf")
         pool = accelerator.pinned
@@ -256,13 +269,15 @@ def test_residuals_of_dense_gradients_are_on_the_device(form: ValueForm) -> None
 def test_a_dense_gradient_is_moved_without_waiting(accelerator: CudaAccelerator, form: ValueForm) -> None:
     """No call waits for the device."""
     torch.cuda.set_sync_debug_mode("default")
-    layout = make_ranges(70_000, [0, 1, 2])
-    tensor = torch.randn(70_000, device="cuda")
+    bucket = make_bucket(70_000)
+    tensor = bucket.fused().cuda()
+    layout = make_ranges(len(tensor), [0, 1, 2])
+    residual = torch.zeros(layout.size, 1, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     codec = value_codec(form, 1, is_dense=True)
     empty = partial(empty_on, accelerator.device)
-    coder = Unchanged(tensor.dtype) if codec is None else Quantizer(codec, None, empty)
+    coder = Unchanged(tensor.dtype) if codec is None else Quantizer(codec, residual, empty, bucket.parts)
     sharding, pool = Sharding(layout, 2, 0), accelerator.pinned
     transfer = prepared(StagedDense(tensor, sharding, True, coder, accelerator, pool), accelerator)
     absorb_all(transfer, aggregate([transfer], average=False))

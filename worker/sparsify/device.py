@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zenps.errors import TensorError, ZenPSError
+from zenps.errors import DeadlineError, TensorError, ZenPSError
 from zenps.kernels.gpu.threshold_compact import greatest, threshold_compact
 from zenps.sparsifiers.base import Above, Sparsifier, Sums
 
@@ -64,10 +64,11 @@ class DeviceGradient(Gradient):
         gradient, gpu = self._following(tensor), self.gpu
         with self._enqueued(gpu.pushing):
             found = self._find(gradient)
-            sums = torch.cat([*(self.residual[begin:end] for begin, end in self.exact), found.values])
-            pushed, rounding = self._rounded(sums)
             taken = self._with_exact(found.indices)
-            indices, values = gpu.to_host(taken), gpu.to_host(pushed)
+            sums = self.residual[taken] if self.exact else found.values
+            pushed, rounding = self._rounded(sums)
+            indices = gpu.to_host(taken)
+            values = gpu.to_host(pushed)
             is_finite = gpu.to_host(sums.isfinite().all())
         indices, origin = self._sorted(indices)
         if origin is not None:
@@ -81,7 +82,8 @@ class DeviceGradient(Gradient):
             taken = indices.to(gpu.device)
             values = residual[taken]
             pushed, rounding = self._rounded(values)
-            on_host, is_finite = gpu.to_host(pushed), gpu.to_host(values.isfinite().all())
+            on_host = gpu.to_host(pushed)
+            is_finite = gpu.to_host(values.isfinite().all())
         self._remove(taken, is_finite, rounding)
         return on_host
 
@@ -114,15 +116,25 @@ class DeviceGradient(Gradient):
 
     @contextlib.contextmanager
     def _enqueued(self, lane: Lane) -> Iterator[None]:
-        """Context for work on a stream; at its end, waits for it.
+        """Context for work on a stream; at its end, waits for it, also after an error.
+
+        Assign each copy to the host to a variable as soon as it is made: this keeps its memory until then.
 
         Raises:
             TensorError: the device has failed, for example for lack of memory.
             DeadlineError: the device has not finished in time.
         """
         try:
-            with lane.current():
-                yield
+            try:
+                with lane.current():
+                    yield
+            except DeadlineError:  # of a wait
+                raise
+            except BaseException:
+                # Copies to pinned memory may be under way, and its pool lends it again after the error.
+                with contextlib.suppress(Exception):
+                    self.gpu.wait_for(lane.mark())
+                raise
             self.gpu.wait_for(lane.mark())
         except ZenPSError:
             raise
@@ -226,11 +238,11 @@ class DeviceGradient(Gradient):
             rounding: their rounding errors, which stay in the residual.
         """
         with self._enqueued(self.gpu.pulling):
-            if not bool(is_finite):
-                self.residual.nan_to_num_(0, 0, 0)
             with blaming(self.sparsifier, "sent"):
                 self.sparsifier.sent(taken)
-            self.residual[taken] = 0
-            # An exact element may be there twice, see _sorted: its other error is 0.
-            self.residual.index_add_(0, taken, rounding)
+            # One operation, so that a lack of memory cannot remove the elements without their errors. An
+            # exact element may be there twice, see _sorted, with equal errors.
+            self.residual[taken] = rounding
+            if not bool(is_finite):
+                self.residual.nan_to_num_(0, 0, 0)
         self.feedback.added_step = None

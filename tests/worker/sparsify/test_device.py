@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import weakref
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda.host.launcher import HostLauncher, RecordingLauncher
 from tests.worker.encode.test_reshard import view_of
@@ -32,6 +36,8 @@ from zenps.worker.encode.accelerator import Accelerator, Event
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.agreed import Agreed
+from zenps.worker.sparsify.device import DeviceGradient
+from zenps.worker.sparsify.selection import Gradient
 from zenps.worker.sparsify.sparsification import Sparsification, Sparsified, make_sparsification
 
 torch.set_num_threads(1)
@@ -478,3 +484,98 @@ def test_values_that_cannot_come_to_the_host_stay_in_the_residual(left: int) -> 
     with pytest.raises(TensorError, match="CUDA out of memory"):
         made.continue_with(union)
     assert torch.equal(residuals.of("layer", SIZE, 1)[:, 0], request.tensor)
+
+
+class Copying(Scarce):
+    """Knows the copies to the host that may be under way. Once memory was short, waits for them fail at will.
+
+    Attributes:
+        dropped: those whose memory nobody kept until they were waited for.
+    """
+
+    fault: Exception | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way, self.dropped = list[weakref.ref[Tensor]](), list[weakref.ref[Tensor]]()
+
+    def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
+        copy = super().to_host(tensor, pool)
+        self.under_way.append(weakref.ref(copy))
+        return copy
+
+    def wait_for(self, event: Event) -> None:
+        super().wait_for(event)
+        self.dropped += [copy for copy in self.under_way if copy() is None]
+        self.under_way.clear()
+        if self.fault is not None and self.left == math.inf:
+            raise self.fault
+
+
+every_way = pytest.mark.parametrize(
+    "take", [DeviceGradient.select_and_take, Gradient.select_and_take], ids=["at once", "apart"]
+)
+Take = Callable[[Gradient, Tensor], tuple[Tensor, Tensor]]
+
+
+@every_way
+@pytest.mark.parametrize("left", range(6))
+@pytest.mark.parametrize("fault", [None, RuntimeError("illegal memory access")], ids=["", "fault"])
+def test_no_copy_to_the_host_is_under_way_when_a_push_has_failed(
+    take: Take, left: int, fault: Exception | None
+) -> None:
+    """Its memory may be used again at once."""
+    gpu, tensor = Copying(), gradient(0, SIZE)
+    made = make(gpu).transform(Request(tensor, "layer", options(Residuals())), 0)
+    assert made is not None
+    gpu.left, gpu.fault = left, fault
+    with pytest.raises(TensorError, match="CUDA out of memory"):
+        take(made.gradient, tensor)
+    assert not gpu.under_way
+    assert not gpu.dropped
+
+
+class Short(TorchDispatchMode):
+    """No memory is left for one operation, counted from 0, of those that may allocate some on a device."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        makes_tensor = not (func.is_view or func._schema.is_mutable or name == "_local_scalar_dense")
+        if makes_tensor or name in ("index_put_", "index_add_"):  # both sort indices if they must
+            self.left -= 1
+            if self.left == -1:
+                raise torch.OutOfMemoryError(f"CUDA out of memory in {name}")
+        return func(*args, **(kwargs or {}))
+
+
+@every_way
+@pytest.mark.parametrize("exact", [(), BUCKET, VECTORS], ids=["", "bucket", "vectors"])
+def test_elements_leave_the_residual_all_at_once_whatever_lacks_memory(
+    take: Take, exact: tuple[tuple[int, int], ...]
+) -> None:
+    tensor = with_nan(1).bfloat16()
+
+    def push(short: Short) -> list[Tensor]:
+        residuals = Residuals()
+        residual = residuals.of("layer", SIZE, 1).fill_(0.25)  # so that bfloat16 rounds
+        request = Request(tensor, "layer", options(residuals, exact=exact))
+        made = make(HostAccelerator()).transform(request, 0)
+        assert made is not None
+        with contextlib.suppress(TensorError, torch.OutOfMemoryError), short:
+            return [*take(made.gradient, tensor), residual]
+        return [*take(made.gradient, tensor), residual]
+
+    expected = push(Short(math.inf))
+    for number in count():
+        short = Short(number)
+        for got, wanted in zip(push(short), expected, strict=True):
+            assert_same(got, wanted)
+        if short.left >= 0:
+            break
+    assert number > 5
