@@ -205,6 +205,7 @@ def main() -> int:
 
 def _write(path: Path | None, report: Report) -> None:
     if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
 
 

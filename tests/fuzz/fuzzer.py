@@ -160,6 +160,7 @@ def main() -> int:
     report = fuzz(options.inputs, options.seed)
     print("\n".join(_lines(report)))
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return 1 if report.crashes or report.hangs else 0
 
