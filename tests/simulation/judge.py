@@ -150,6 +150,7 @@ class Judge:
         """The rule that allows that a worker is not admitted."""
         simulation, script = self._simulation, self._simulation.script
         others = [other for other in simulation.workers if other is not worker]
+        goes_on = any(other.is_alive and self._is_heard(other) for other in others)
         if self._is_passed_over(worker):
             return None
         if any(failure in reason for failure in self._failures):
@@ -163,11 +164,10 @@ class Judge:
             return "another had its rank" if is_taken else None
         if "job has ended" in reason:
             have_left = any(other.ended and other.view for other in others)
-            is_over = have_left and not any(other.is_alive and self._is_heard(other) for other in others)
-            return "the job had ended" if is_over else None
+            return "the job had ended" if have_left and not goes_on else None
         if "has not admitted" in reason or "the scheduler is lost" in reason:
             is_at_end = any(other.training.step == script.steps for other in others)
-            if is_at_end or simulation.scheduler.is_over or not simulation.scheduler.is_alive:
+            if is_at_end or not goes_on or simulation.scheduler.is_over or not simulation.scheduler.is_alive:
                 return "no step has ended any more"
             return "no step has ended in its time" if script.bytes_per_second else None
         return None
