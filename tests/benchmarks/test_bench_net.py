@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import statistics
 import subprocess
@@ -77,6 +78,40 @@ def test_tiny_run_is_measured_written_and_resumed(tmp_path: Path) -> None:
     payload = (zenps["pushed_bytes"] + zenps["pulled_bytes"]) / 2
     assert payload < statistics.mean(zenps["out_bytes"]) < 1.5 * payload
     assert max(zenps["out_bytes"]) < max(ranges["out_bytes"]) < max(gloo["out_bytes"])
+
+
+LOAD = "import sys, bench_net as b; options = b.parse(sys.argv[1:]); b.write(b.load(options), options.json)"
+
+
+def test_what_was_measured_otherwise_is_not_resumed(tmp_path: Path) -> None:
+    file = tmp_path / "net.json"
+
+    def load(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", LOAD, *TINY, "--json", str(file), *options],
+            cwd=BENCHMARK.parent,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    done = load()
+    assert done.returncode == 0, done.stderr
+    first = file.read_text()
+    done = load("--resume")
+    assert done.returncode == 0, done.stderr
+    assert file.read_text() == first
+
+    report = json.loads(first)
+    report["machine"]["cores"] += 1
+    report["links"]["congestion_control"] = "other"
+    report["versions"]["torch"] = "0"
+    file.write_text(json.dumps(report))
+    done = load("--resume", "--set", "sync.codec=coo")
+    assert done.returncode == 1
+    named = re.findall(r"(\w+) is ", done.stderr)
+    assert named == ["machine", "links", "versions", "sets"], done.stderr
 
 
 @pytest.mark.usefixtures("several_hosts")
