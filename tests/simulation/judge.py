@@ -77,10 +77,11 @@ class Judge:
         if self._simulation.script.scenario != "continue" or "lost" not in reason:
             return
         scheduler, key = self._simulation.scheduler, (round_.tensor, round_.step)
-        alike = [w for w in self._simulation.workers if w.era == worker.era and not w.is_gone]
+        alike = [w for w in self._simulation.workers if w.era == worker.era]
         begun = [w.rounds._in_flight.get(key) or w.rounds._kept.get(key) for w in alike]
         begun_with = set(round_.workers).union(*(each.workers for each in begun if each))
-        if begun_with <= {w.rank for w in alike if not scheduler.is_alive or scheduler.has_present(w.name)}:
+        here = [w for w in alike if not w.is_gone]
+        if begun_with <= {w.rank for w in here if not scheduler.is_alive or scheduler.has_present(w.name)}:
             raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
 
     def _is_heard(self, worker: Worker) -> bool:
