@@ -63,18 +63,20 @@ INPUTS ?= 1000000
 STEPS  ?= 20000
 ROUNDS ?= 100000
 RUNS   ?= 20
+# Where reports of these go. Those of benchmarks/results are committed, and cited in docs/reliability.md.
+RESULTS ?= benchmarks/results
 
 fuzz: .venv/installed
-	$(BIN)/python -m tests.fuzz.fuzzer --inputs $(INPUTS) --json benchmarks/results/fuzz.json
+	$(BIN)/python -m tests.fuzz.fuzzer --inputs $(INPUTS) --json $(RESULTS)/fuzz.json
 
 soak: .venv/installed
-	$(BIN)/python -m tests.soak.soak --steps $(STEPS) --json benchmarks/results/soak.json
+	$(BIN)/python -m tests.soak.soak --steps $(STEPS) --json $(RESULTS)/soak.json
 
 chaos: .venv/installed
-	$(BIN)/python -m tests.chaos.chaos --runs $(RUNS) --json benchmarks/results/chaos.json
+	$(BIN)/python -m tests.chaos.chaos --runs $(RUNS) --json $(RESULTS)/chaos.json
 
 simulate: .venv/installed
-	$(BIN)/python -m tests.simulation.run --rounds $(ROUNDS) --json benchmarks/results/simulation.json
+	$(BIN)/python -m tests.simulation.run --rounds $(ROUNDS) --json $(RESULTS)/simulation.json
 
 # Needs Debian's prometheus.
 test-monitoring: .venv/installed

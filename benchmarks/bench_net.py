@@ -119,16 +119,7 @@ def load(options: argparse.Namespace) -> Report:
     """The report to add measurements to: a new one, or the one to resume."""
     if options.render:
         return msgspec.json.decode(options.json.read_bytes(), type=Report)
-    characters = {name: characterise(WORKLOADS[name].resized(options.scale)) for name in options.workloads}
-    if options.resume and options.json.exists():
-        report = msgspec.json.decode(options.json.read_bytes(), type=Report)
-        if (report.scale, report.sets) != (options.scale, options.set):
-            sys.exit(
-                f"--resume: {options.json} has --scale {report.scale:g} and --set {report.sets}; keep them"
-            )
-        report.characters |= characters
-        return report
-    return Report(
+    new = Report(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         command=sys.argv,
         machine=describe_machine(),
@@ -136,9 +127,20 @@ def load(options: argparse.Namespace) -> Report:
         versions=find_versions(),
         scale=options.scale,
         sets=options.set,
-        characters=characters,
+        characters={name: characterise(WORKLOADS[name].resized(options.scale)) for name in options.workloads},
         measurements=[],
     )
+    if not (options.resume and options.json.exists()):
+        return new
+    report = msgspec.json.decode(options.json.read_bytes(), type=Report)
+    differing = [f"{name} is {there} there and {here} here" for name, there, here in report.differences(new)]
+    if differing:
+        sys.exit(
+            f"--resume: {options.json} was measured otherwise: {'; '.join(differing)}; keep to that, or "
+            "measure all anew, without --resume"
+        )
+    report.characters |= new.characters
+    return report
 
 
 def write(report: Report, path: Path) -> None:

@@ -32,6 +32,10 @@ class Links(msgspec.Struct):
     congestion_control: str
 
 
+CONDITIONS: Final = ("machine", "links", "versions", "scale", "sets")
+"""What is the same for all measurements of a report."""
+
+
 class Report(msgspec.Struct):
     """The JSON file."""
 
@@ -44,6 +48,14 @@ class Report(msgspec.Struct):
     sets: list[str]
     characters: dict[str, Character]
     measurements: list[Measurement]
+
+    def differences(self, other: Report) -> list[tuple[str, object, object]]:
+        """The conditions in which another report differs: the name, its value here, and its value there."""
+        return [
+            (name, here, there)
+            for name in CONDITIONS
+            if (here := getattr(self, name)) != (there := getattr(other, name))
+        ]
 
     def lacks(self, task: Task) -> tuple[str, ...]:
         """The workloads of a task that were not measured, or while much was stolen."""

@@ -91,6 +91,21 @@ def test_every_other_file_of_the_package_is_installed() -> None:
     } == set()
 
 
+@pytest.mark.parametrize("target", ["chaos", "fuzz", "simulate", "soak"])
+def test_ci_writes_no_report_over_a_committed_one(target: str) -> None:
+    exported = re.findall(r"^export (RESULTS)=(.+)$", (ROOT / ".ci/run").read_text("utf-8"), re.MULTILINE)
+    done = subprocess.run(
+        ["make", "--dry-run", target],
+        cwd=ROOT,
+        env=os.environ | dict(exported),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"--json (\w+)/", done.stdout) == ["build"]
+    assert "build/" in (ROOT / ".gitignore").read_text("utf-8").splitlines()
+
+
 def has_all(path: Path) -> bool:
     """True if the module says ``__all__ = …`` or adds to it."""
     return any(

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.chaos import chaos as harness
-from tests.chaos.chaos import chaos
+from tests.chaos.chaos import Report, chaos
 from tests.chaos.extremes import Sizes, extremes
 from tests.chaos.job import Model, digest, loss_of, optimizers_of
 from tests.chaos.schedule import KILLS, Counts, Done, draw
-from tests.chaos.workers import lose_with_gloo
+from tests.chaos.workers import Loss, Survivor, lose_with_gloo
 
 
 @pytest.mark.long
@@ -44,6 +44,23 @@ def test_gloo_does_not_say_who_is_lost() -> None:
 
 
 # ── that it would notice ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("survivor", "good"),
+    [
+        (Survivor(1, "PeerLostError", "worker 2 (host a, pid 1) was silent", 1.0, names_victim=True), True),
+        (Survivor(1, "PeerLostError", "a worker was silent", 1.0, names_victim=False), False),
+        (Survivor(1, "DeadlineError", "no answer of worker 2", 20.0, names_victim=True), False),
+        (Survivor(1, "", "", 30.0, names_victim=False), False),
+    ],
+    ids=["named", "not named", "another error", "hangs"],
+)
+@pytest.mark.parametrize("system", ["ZenPS", "gloo"])
+def test_all_must_be_told_of_a_lost_worker(system: str, survivor: Survivor, good: bool) -> None:
+    told = Survivor(0, "PeerLostError", "worker 2 (host a, pid 1) was silent", 1.0, names_victim=True)
+    report = Report(0, "", 3, 2, 600, 1.0, losses=[Loss(system, "SIGKILL", [told, survivor])])
+    assert report.good is (good or system == "gloo")
 
 
 def train_alone(skipped: int | None) -> str:

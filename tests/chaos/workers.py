@@ -17,7 +17,9 @@ import torch.distributed as dist
 import zenps as zps
 from tests.chaos.job import Model, loss_of, optimizers_of
 from tests.integration.cluster import Cluster, Process
+from zenps.errors import PeerLostError
 
+ZENPS = "ZenPS"
 WORKERS = 3
 VICTIM = 2
 STEPS_BEFORE = 30
@@ -46,6 +48,11 @@ class Loss(msgspec.Struct):
     survivors: list[Survivor]
 
     @property
+    def is_named(self) -> bool:
+        """True if all the others got an error that names the lost worker."""
+        return all(one.kind == PeerLostError.__name__ and one.names_victim for one in self.survivors)
+
+    @property
     def lines(self) -> list[str]:
         return [
             f"{self.system}, {self.signal} of a worker: rank {one.rank}: "
@@ -59,7 +66,7 @@ def lose_with_zenps(number: signal.Signals, lease_seconds: float) -> Loss:
     """Loses one of three workers that train with ZenPS."""
     with Cluster(WORKERS, lease_seconds=lease_seconds) as cluster, TemporaryDirectory() as directory:
         workers = [cluster.start(_with_zenps, Path(directory), rank=rank) for rank in range(WORKERS)]
-        return _lose("ZenPS", number, workers, Path(directory), f"worker {VICTIM} (host")
+        return _lose(ZENPS, number, workers, Path(directory), f"worker {VICTIM} (host")
 
 
 def lose_with_gloo(number: signal.Signals) -> Loss:

@@ -89,18 +89,20 @@ def test_loopback_is_what_was_measured(name: str) -> None:
 
 @pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
 def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
-    took = {
-        found["scheme"]: 1000 * median(found["seconds"])
+    seconds = {
+        found["scheme"]: found["seconds"]
         for found in results("net.json")["measurements"]
         if (found["workload"], found["workers"], found["mbit"]) == (workload, 8, 50)
     }
+    took = {scheme: 1000 * median(of_steps) for scheme, of_steps in seconds.items()}
     own, dense = took["zenps"], took["gloo dense"]
-    other = min(ms for scheme, ms in took.items() if not scheme.startswith(("zenps", "auto", "gloo")))
+    others = [scheme for scheme in took if not scheme.startswith(("zenps", "auto", "gloo"))]
+    columns = ("zenps", min(others, key=took.__getitem__), "zen", "gloo dense")
+    times = [f"{took[scheme]:.0f}{'¹' * (len(seconds[scheme]) == 1)}" for scheme in columns]
     factor = f"{dense / own:.0f} ×" if dense > 10 * own else f"{dense / own:.1f} ×"
-    expected = [f"{own:.0f}", f"{other:.0f}", f"{took['zen']:.0f}", f"{dense:.0f}", factor]
     rows = cells((ROOT / "README.md").read_text("utf-8"))
     [shown] = [row[1:] for row in rows if row[0].lower().startswith(f"{workload},")]
-    assert [cell.replace(" ", "") for cell in shown] == [cell.replace(" ", "") for cell in expected]
+    assert [cell.replace(" ", "") for cell in shown] == [*times, factor.replace(" ", "")]
 
 
 def test_what_sorting_takes_on_a_gpu_is_what_was_measured() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
+from signal import SIGABRT
 
+import msgpack
 import pytest
 
-from tests.fuzz.fuzzer import CORPUS, fuzz, kept, mutate
+from tests.fuzz.fuzzer import CORPUS, MAX_GROWTH_BYTES, fuzz, kept, main, mutate
 from tests.fuzz.targets import SEEDS, TARGETS, Frames
 from zenps.errors import ProtocolError
 
+ROOT = Path(__file__).parents[2]
 INPUTS = 20_000
-# Allocators round up; a leak of 100 bytes an input would be 2 MB.
-MAX_GROWTH_BYTES = 16 << 20
+DEADLINE_SECONDS = 60.0
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -40,7 +46,7 @@ def test_mutated_inputs_are_taken_or_refused() -> None:
     assert report.inputs >= INPUTS
     assert report.crashes == []
     assert report.hangs == 0
-    assert report.resident_after_bytes - report.resident_before_bytes < MAX_GROWTH_BYTES
+    assert report.growth_bytes < MAX_GROWTH_BYTES
     # Each reader is got through to, and refuses most.
     for name in TARGETS:
         assert report.refused[f"{name}: taken"] > INPUTS / 1000
@@ -56,6 +62,52 @@ def test_a_crash_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert len(report.crashes) == 100
     assert "IndexError" in report.crashes[0]
     assert list(tmp_path.glob("build/fuzz/node/*.msgpack"))
+
+
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [("os.abort()", -SIGABRT), ("while True: pass", 1)],
+    ids=["aborts", "never ends"],
+)
+def test_an_input_that_ends_the_fuzzer_is_left(tmp_path: Path, target: str, code: int) -> None:
+    script = f"""
+import os, sys
+from tests.fuzz.fuzzer import TARGETS, main
+def target(frames):
+    {target}
+TARGETS["node"] = lambda: target
+sys.exit(main(["--inputs", "100", "--targets", "node", "--stuck-seconds", "5"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    (path,) = tmp_path.glob("build/fuzz/node/*.msgpack")
+    assert msgpack.unpackb(path.read_bytes()) == mutate(
+        random.Random("0 node True"), [*SEEDS["node"], *kept("node")]
+    )
+
+
+def test_no_input_is_left_of_a_run_that_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--inputs", "100", "--targets", "node", "--json", "new/fuzz.json"]) == 0
+    assert list(tmp_path.glob("build/fuzz/*/*")) == []
+    assert json.loads((tmp_path / "new/fuzz.json").read_bytes())["inputs"] == 100
+
+
+def test_memory_that_is_kept_after_each_input_is_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    leaked: list[bytes] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(TARGETS, "node", lambda: lambda frames: leaked.append(b"x" * (20_000 + len(frames))))
+    assert main(["--inputs", "2000", "--targets", "node"]) == 1
 
 
 def test_the_same_seed_makes_the_same_inputs() -> None:

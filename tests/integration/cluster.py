@@ -41,6 +41,9 @@ DEADLINE_SECONDS = 60.0
 LEASE_SECONDS = 4.0
 """In tests of losses: short, but shared machines were seen to stand still for three seconds."""
 
+KERNELS = "ZENPS_KERNELS_BACKEND"
+"""The variable with which a run of the tests chooses kernels: it holds for servers, too."""
+
 _fork_server = mp.get_context("forkserver")
 # An optimizer's first step imports torch._dynamo: 800 modules, 1 to 2 s of processor time for each worker,
 # in which a busy machine may keep its lease's thread waiting for too long.
@@ -184,6 +187,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
             "cluster.lease_seconds": lease_seconds,
             "cluster.rendezvous_seconds": DEADLINE_SECONDS / 2,
             "cluster.deadline_seconds": DEADLINE_SECONDS / 2,
+            **({"kernels.backend": os.environ[KERNELS]} if KERNELS in os.environ else {}),
             **({"security.keys": keys / LIST_NAME, "security.secret": keys} if keys else {}),
             **(settings or {}),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 from zenps.scheduler.membership.recovery import RECOVERY_GRACE_SECONDS
 from zenps.worker.rounds.states import Round
 
-from .nodes import Violation
+from .nodes import TICK_SECONDS, Violation
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -26,6 +27,8 @@ class Judge:
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
         self.errors: Counter[str] = Counter()
+        self._failures: list[str] = []
+        """Why schedulers have declared the job failed."""
 
     @property
     def _may_be_silenced(self) -> bool:
@@ -40,6 +43,7 @@ class Judge:
 
     def on_failed(self, reason: str) -> None:
         """A scheduler declares the job failed."""
+        self._failures.append(reason)
         simulation = self._simulation
         gone = [worker for worker in simulation.workers if worker.is_gone]
         is_right = bool(gone)
@@ -73,10 +77,11 @@ class Judge:
         if self._simulation.script.scenario != "continue" or "lost" not in reason:
             return
         scheduler, key = self._simulation.scheduler, (round_.tensor, round_.step)
-        alike = [w for w in self._simulation.workers if w.era == worker.era and not w.is_gone]
+        alike = [w for w in self._simulation.workers if w.era == worker.era]
         begun = [w.rounds._in_flight.get(key) or w.rounds._kept.get(key) for w in alike]
         begun_with = set(round_.workers).union(*(each.workers for each in begun if each))
-        if begun_with <= {w.rank for w in alike if not scheduler.is_alive or scheduler.has_present(w.name)}:
+        here = [w for w in alike if not w.is_gone]
+        if begun_with <= {w.rank for w in here if not scheduler.is_alive or scheduler.has_present(w.name)}:
             raise Violation(f"{worker.name!r}: {reason}; but {sorted(begun_with)} are all there")
 
     def _is_heard(self, worker: Worker) -> bool:
@@ -127,10 +132,10 @@ class Judge:
         return None
 
     def _excuse_of_going_on(self, worker: Worker, reason: str) -> str | None:
-        if worker.view is None:
-            return "was not admitted"
         if self._may_be_silenced and ("its lease" in reason or "as lost" in reason):
             return "was silent itself"
+        if worker.view is None:
+            return self._excuse_of_joining(worker, reason)
         if self._is_without_quorum(reason):
             return "the quorum was lost"
         if "were lost within one round" in reason or "servers have changed" in reason:
@@ -141,6 +146,55 @@ class Judge:
         if not any(self._is_heard(other) for other in others):
             return "the state was lost"
         return None
+
+    def _excuse_of_joining(self, worker: Worker, reason: str) -> str | None:
+        """The rule that allows that a worker is not admitted."""
+        simulation, script = self._simulation, self._simulation.script
+        others = [other for other in simulation.workers if other is not worker]
+        goes_on = any(other.is_alive and self._is_heard(other) for other in others)
+        if self._is_passed_over(worker):
+            return None
+        if any(failure in reason for failure in self._failures):
+            return "the job had failed"
+        if "the cluster is complete" in reason:
+            holders = [other for other in others if self._may_hold_a_rank(other, worker.began)]
+            return "the job had all its workers" if len(holders) >= script.workers else None
+        if taken := re.search(r"is taken by worker \d+ \(host ([\w-]+), pid (\d+)\)", reason):
+            named = [other for other in others if (other.host, str(other.pid)) == taken.groups()]
+            is_taken = any(self._may_hold_a_rank(other, worker.began) for other in named)
+            return "another had its rank" if is_taken else None
+        if "job has ended" in reason:
+            have_left = any(other.ended and other.view for other in others)
+            return "the job had ended" if have_left and not goes_on else None
+        if "has not admitted" in reason or "the scheduler is lost" in reason:
+            is_at_end = any(other.training.step == script.steps for other in others)
+            if is_at_end or not goes_on or simulation.scheduler.is_over or not simulation.scheduler.is_alive:
+                return "no step has ended any more"
+            return "no step has ended in its time" if script.bytes_per_second else None
+        return None
+
+    def _is_passed_over(self, worker: Worker) -> bool:
+        """True if members have ended steps without admitting a worker of which they had been told."""
+        simulation, script = self._simulation, self._simulation.script
+        delaying = ("stall scheduler", "crash scheduler", "stall worker", "cut", "lose")
+        ends = [fault.at + fault.seconds for fault in script.faults if fault.kind in delaying]
+        known = simulation.scheduler.known.get(worker.name, math.inf)
+        since = max(known, *ends, 0.0) + simulation.cluster.lease_seconds / 4 + 2 * script.slow_seconds
+        members = (other.training for other in simulation.workers if other.view is not None)
+        return any(sum(at > since for at in training.commits) > 1 for training in members)
+
+    def _may_hold_a_rank(self, worker: Worker, since: float) -> bool:
+        """True if the scheduler may have taken the worker for a member then or later.
+
+        Its lease is longer by the time in which the scheduler was stalled.
+        """
+        simulation, scheduler = self._simulation, self._simulation.scheduler
+        stalls = [fault.seconds for fault in simulation.script.faults if fault.kind == "stall scheduler"]
+        heard = scheduler.heard.get(worker.name, scheduler.started)
+        if worker.ended == "crashed":  # it may have registered while the scheduler recovered
+            heard = max(heard, worker.gone_at)
+        until = heard + simulation.cluster.lease_seconds + TICK_SECONDS + sum(stalls)
+        return worker.is_alive or since <= until
 
     def _check_time(self, reason: str) -> None:
         """A lost worker must be noticed within its lease, and all told at once; other faults may delay it."""

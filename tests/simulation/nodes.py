@@ -103,6 +103,8 @@ class Scheduler(Node):
         )
         self.heard: dict[bytes, float] = {}
         """When a known member was last heard."""
+        self.known: dict[bytes, float] = {}
+        """When a member became known."""
         self._failed_at = math.inf
         self._next_tick = self.now + TICK_SECONDS
         self.every(TICK_SECONDS, self._tick)
@@ -113,6 +115,7 @@ class Scheduler(Node):
         self._check_quorum(before)
         if self.membership.name_of(sender):
             self.heard[sender] = self.now
+            self.known.setdefault(sender, self.now)
 
     @property
     def is_over(self) -> bool:

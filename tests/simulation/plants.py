@@ -21,7 +21,7 @@ from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, GiveUp
-from zenps.wire.scheduler_messages import Member, Register
+from zenps.wire.scheduler_messages import Heartbeat, HeartbeatReply, Member, Refused, Register
 from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 
@@ -362,6 +362,27 @@ class NeverMissesAWorker(Membership):
         return super().on_tick(now, late_seconds)
 
 
+class RefusesWhoComesBack(Membership):
+    """Takes an elastic job that has begun for complete, though it has lost a worker."""
+
+    def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
+        if message.role == "worker" and message.view is None and self.epoch:
+            return [Send(peer, Refused("usage", "the cluster is complete"))]
+        return super()._on_register(peer, message, now)
+
+
+class HidesWhoWaits(Membership):
+    """Tells no member that workers wait for their admission."""
+
+    def _on_heartbeat(self, node: Node, message: Heartbeat, now: float) -> list[Send]:
+        return [
+            Send(send.peer, msgspec.structs.replace(send.message, joining=0))
+            if isinstance(send.message, HeartbeatReply)
+            else send
+            for send in super()._on_heartbeat(node, message, now)
+        ]
+
+
 class TakesGenerationsForOne(Membership):
     """Does not distinguish workers that torchrun has restarted from those before."""
 
@@ -407,7 +428,7 @@ PLANTS: dict[Scenario, list[Parts]] = {
         Parts(worker_rounds=PushesWhatHasFailed),
         *(Parts(rounds=part) for part in (ContinuesWithoutAnybody, NeverContinuesWithout)),
         *(Parts(membership=part) for part in (LetsInTooEarly, CountsBarriersOn, ContinuesWithAnyHalf)),
-        Parts(membership=BeginsAnew),
+        *(Parts(membership=part) for part in (BeginsAnew, RefusesWhoComesBack, HidesWhoWaits)),
     ],
     "restart": [*(Parts(membership=part) for part in (TakesGenerationsForOne, MixesGenerations))],
 }

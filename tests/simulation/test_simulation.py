@@ -518,6 +518,26 @@ ONCE_FAILED = [
         message_units=4,
         pods=True,
     ),
+    # A worker that is lost has begun a round with another, of whose loss the rest knows before it begins it.
+    Script(
+        seed=3691,
+        workers=3,
+        servers=2,
+        steps=12,
+        settles=False,
+        slow_seconds=2.0,
+        budget_bytes=8192,
+        faults=(
+            Fault(at=0.08, kind="stop server", target=39, seconds=0.674),
+            Fault(at=13.149, kind="crash scheduler", target=68, seconds=17.515),
+            Fault(at=24.062, kind="start server", target=8, seconds=14.595),
+            Fault(at=33.09, kind="drain server", target=35, seconds=4.782),
+            Fault(at=47.26, kind="crash all workers but one", target=61, seconds=0.065),
+        ),
+        scenario="continue",
+        reshard_seconds=2.0,
+        bytes_per_second=15.0,
+    ),
 ]
 
 

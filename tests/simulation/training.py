@@ -33,6 +33,7 @@ class Training:
         step: the number of completed steps.
         state: a number that stands for all bits of model and optimizer.
         has_state: True if it has the state of the job.
+        commits: when it was at the end of a step, at which it admits joining workers.
     """
 
     def __init__(self, worker: Worker, rng: random.Random) -> None:
@@ -43,6 +44,7 @@ class Training:
         self.step = 0
         self.state = worker.number
         self.has_state = False
+        self.commits: list[float] = []
 
     def run(self) -> Program:
         """Trains to the end; yields conditions, and continues when they become true."""
@@ -101,6 +103,7 @@ class Training:
             return
         yield self._worker.is_idle
         self._simulation.promises.check_state(self._worker, self.step, self.state)
+        self.commits.append(self._worker.now)
         answer: Answer = {}
         yield from self._ask("joining", self._worker.joining > 0, answer)
         if any(said.payload for said in self._said(answer, 0)):

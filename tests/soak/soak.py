@@ -163,6 +163,7 @@ def main() -> int:
             f"threads {first.threads} to {last.threads}"
         )
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_bytes(msgspec.json.encode(report) + b"\n")
     print("\n".join(report.faults()) or "nothing grew")
     return 1 if report.faults() else 0
