@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def train(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     model = make_model(dtype).to(device)
     # Another prefix for each device, for names belong to one of them.
     named = [(f"{device}/{name}", parameter) for name, parameter in model.named_parameters()]
-    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named)
+    optimizer: Any = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), named)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, step, device).backward()
