@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import random
 import subprocess
@@ -104,9 +105,14 @@ def test_no_input_is_left_of_a_run_that_ends(monkeypatch: pytest.MonkeyPatch, tm
 def test_memory_that_is_kept_after_each_input_is_a_fault(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    leaked: list[bytes] = []
+    leaked: list[mmap.mmap] = []
+
+    def leak(frames: Frames) -> None:
+        leaked.append(mmap.mmap(-1, 20_000))  # not of the heap, where tests before have left room
+        leaked[-1].write(b"x" * 20_000)
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(TARGETS, "node", lambda: lambda frames: leaked.append(b"x" * (20_000 + len(frames))))
+    monkeypatch.setitem(TARGETS, "node", lambda: leak)
     assert main(["--inputs", "2000", "--targets", "node"]) == 1
 
 
