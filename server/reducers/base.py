@@ -153,8 +153,9 @@ class Reducer(ABC, Generic[P]):
         if push.span * row_bytes > self._max_message_bytes:
             most = f"expected {self._max_message_bytes} bytes at most"
             raise ProtocolError("payload", f"a span of {push.span} rows of {row_bytes} bytes, {most}")
-        if push.fragments > 1:
-            raise ProtocolError("payload", f"{push.kind} in {push.fragments} fragments, expected 1")
+        if push.fragments > 1 or push.fragment:
+            got = f"{push.kind}: fragment {push.fragment} of {push.fragments}"
+            raise ProtocolError("payload", f"{got}, expected fragment 0 of 1")
 
     @abstractmethod
     def read(self, push: Push, frames: Sequence[memoryview]) -> P:

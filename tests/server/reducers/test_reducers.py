@@ -364,6 +364,7 @@ def test_a_payload_counts_its_decoded_positions() -> None:
         ({"kind": "dense", "span": 500}, True),
         ({"kind": "dense", "span": 501}, False),
         ({"kind": "dense", "span": 3, "fragments": 2}, False),
+        ({"kind": "dense", "span": 3, "fragment": 1}, False),
         ({"rows": 100, "columns": 3, "span": 2**61}, True),
         ({"rows": 101, "columns": 3, "span": 2**61}, False),
         ({"rows": 250, "columns": 0, "span": 250}, True),
