@@ -426,6 +426,7 @@ def test_device_that_fails_fails_its_round_alone() -> None:
     class Submitted(list[Pending]):
         """In place of a channel: what is pushed."""
 
+        failure = None
         submit = list[Pending].append
 
     full = HostAccelerator()
