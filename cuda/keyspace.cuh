@@ -1,4 +1,4 @@
-// Mapping between rows and positions, with the same numbers as zenps/partition/layout.py and keyspace.py.
+// Mapping between rows and positions, with the same numbers as zenps/partition/placing.py and keyspace.py.
 //
 // Row i is element i % granule of granule k = i / granule. π maps k to p = π(k). The range of slots that p
 // lies in moves by some distance: place = p + distance. The row's position is place * granule + i % granule.
@@ -8,8 +8,8 @@
 
 enum : int64 { IDENTITY = 0, FEISTEL = 1, TABLE = 2 };
 
-// A map that moves whole ranges of values, the j-th of which ends before ends[j], by distances[j]. It is Shift of
-// zenps/partition/layout.py: the range of a value is among those from firsts[value >> bits] up to the next bucket's.
+// Shift of zenps/partition/placing.py: a map that moves whole ranges of values, the j-th of which ends before
+// ends[j], by distances[j]. The range of a value is among those from firsts[value >> bits] up to the next bucket's.
 struct Move {
     int64 bits;
     const int32* firsts;

@@ -33,6 +33,8 @@ from zmq.utils import z85
 from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
 
+logger = logging.getLogger("zenps.security")
+
 LIST_NAME: Final = "keys.toml"
 
 Player = Literal["scheduler", "server", "worker", "operator"]
@@ -74,13 +76,13 @@ class PublicKeys:
             owners = read_owners(self.file)
         except ConfigError as error:
             if fingerprint != self._refused:
-                _logger.error("the keys stay as they were: %s", error)
+                logger.error("the keys stay as they were: %s", error)
             self._refused = fingerprint
             if isinstance(error.__cause__, OSError):
                 return  # the list may be right, and this process out of descriptors: it is read again soon
         else:
             if owners != self.owners:
-                _logger.info("%s has changed: %d keys", self.file, len(owners))
+                logger.info("%s has changed: %d keys", self.file, len(owners))
             self.owners = owners
         self._fingerprint = fingerprint
 
@@ -320,6 +322,3 @@ def _create(path: Path, text: str) -> Path:
         path.unlink()
         raise
     return path
-
-
-_logger = logging.getLogger("zenps.security")

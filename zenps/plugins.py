@@ -49,7 +49,8 @@ class Registry(Generic[Plugin]):
             name: a built-in; else an entry point of the group; else a class, as ``package.module:Class`` or
                 ``package.module.Class``.
 
-        Raises: ConfigError: it does not exist, cannot be imported, or is not a class of this kind.
+        Raises:
+            ConfigError: it does not exist, cannot be imported, or is not a class of this kind.
         """
         found: object = self._built_in.get(name)
         if found is None:

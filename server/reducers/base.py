@@ -62,7 +62,6 @@ class Outcome(ABC):
         """Returns the answer to the push of ``rank``, for the first time or again: several messages if the
         result travels in fragments.
 
-
         Ranks that get the same answers should get the same object: the server encodes them once for all.
         """
 

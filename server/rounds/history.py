@@ -48,10 +48,11 @@ class History:
         self.kept_bytes = 0
         self._pinned_bytes = 0
         self._newest: dict[str, dict[int, tuple[int, int]]] = {}
-        """By tensor and rank, the last step pushed, and minus the number of its chunks: the rank has ended
-        the steps before, and has no further chunk of this one. Who is further has the greater pair."""
+        """By tensor and rank, the last step that the rank has pushed, and minus the number of its chunks: it
+        has ended all earlier steps, and has no further chunk of this one. The rank that is further has the
+        greater pair."""
         self._furthest: dict[str, tuple[int, int]] = {}
-        """By tensor, the greatest of these."""
+        """By tensor, the greatest of these pairs."""
         self._names: dict[str, str] = {}
         """Each tensor's name, see :meth:`shared`."""
         self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()

@@ -185,7 +185,7 @@ class ServerRound(Struct, eq=False):
     """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
     beyond: int | None = None
-    """The rank whose only round beyond budget and allowance this is."""
+    """The rank for which this round is open beyond budget and allowance; a rank has at most one of them."""
 
     @property
     def most_refused_bytes(self) -> int:

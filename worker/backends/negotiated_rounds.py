@@ -79,7 +79,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         self._awaited = 0
         """Negotiations and pushes whose end is still to be processed."""
         self._ended: deque[R] = deque()
-        """The rounds of those that have ended. Every message asks for them, so they are not searched for."""
+        """Rounds whose negotiation or push has ended, to be processed: each message asks if there are any."""
         self._failure: ZenPSError | None = None
 
     def start(self) -> None:

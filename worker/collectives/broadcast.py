@@ -231,7 +231,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 
 
 class Counting:
-    """An optimizer that refuses gradients of ranks that have counted other steps."""
+    """Interface of an optimizer whose ranks must count steps alike."""
 
     def count_anew(self) -> None:
         """Called on all ranks, once they have loaded equal states."""

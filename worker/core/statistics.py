@@ -31,7 +31,7 @@ class Stats(msgspec.Struct, kw_only=True):
     wait_seconds: float = 0.0
     """Spent waiting for results, on the threads that asked for them."""
     work_seconds: float = 0.0
-    """Spent on compaction before, and on scatter after."""
+    """Spent on compaction before pushes, and on scatter after pulls."""
     whole_elements: int = 0
     """Elements of sparsified gradients, before sparsification."""
     selected_elements: int = 0

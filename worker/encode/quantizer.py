@@ -169,7 +169,8 @@ class Quantizer(ValueCoder):
         for begin, end in absent:
             error[begin:end] = residual[begin:end]
         if self.flags is not None:
-            error[self.flags] = 0  # of a host's ranks, counted: the rest would make an absent part present
+            # With hierarchical reduction a flag counts ranks; its error would make an absent part present.
+            error[self.flags] = 0
         residual.copy_(error)
         return data
 

@@ -46,7 +46,10 @@ class GivenUpRounds:
         return self._ahead.get(wanted.tensor) == wanted.step
 
     def on_result(self, result: Result) -> None:
-        """Every rank has ended the tensor's earlier rounds: else the server would lack its push."""
+        """Forgets a round that was given up ahead once a later round of its tensor has a result.
+
+        Every rank has pushed to the later round, and so has ended the earlier one.
+        """
         if self._ahead.get(result.tensor, result.step) < result.step:
             del self._ahead[result.tensor]
 

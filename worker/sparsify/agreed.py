@@ -30,7 +30,7 @@ COUNTS: Final = "#counts"
 """Suffixes of rounds' names."""
 
 ROUNDS: Final = 3
-"""Names that a tensor takes at most."""
+"""Rounds of one gradient at most; each has a name of its own."""
 
 Further = Mapping[str, Tensor]
 """The dense tensors of further rounds, by suffix."""

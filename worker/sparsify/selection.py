@@ -33,8 +33,8 @@ class Gradient:
         are_flags: True if these are presence elements: no rounding error is added to them, because it could
             make an absent parameter present.
         sparsifier: selects from the others.
-        feedback: of the tensor.
-        step: of the tensor.
+        feedback: the tensor's residual, and the sparsifier's counts and steps.
+        step: the sparsifier's step of this tensor, with its density.
         statistics: count the elements.
         on_device: True if gradient and residual are on a device. The pushed elements are always on the CPU.
         is_withheld: True for a gradient that is thrown away: nothing is learned from its exchange.

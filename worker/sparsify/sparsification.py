@@ -56,7 +56,7 @@ class Sparsification:
         statistics: count the elements.
 
     Attributes:
-        name: the setting.
+        name: the value of ``sync.sparsifier``.
         kind: of the sparsifiers.
         clip_norm: limit of the norm of all gradients of this rank; 0: none.
     """

@@ -305,7 +305,7 @@ class Channel(Waiter):
         try:
             following = pending.deliver(answer, action.last)
             rounds = [self._new_round(pending, encoded) for encoded in following]
-        except Exception as error:  # noqa: BLE001  # it belongs to whoever waits for the tensor
+        except Exception as error:  # noqa: BLE001  # it is raised where the tensor's result is awaited
             self._fail(pending, commands.answer_error(pending.name, error))
             for encoded in following:  # other ranks may wait for them
                 where = encoded.round_of(pending.name, pending.progress.step)

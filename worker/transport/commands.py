@@ -47,10 +47,10 @@ class Watermark(NamedTuple):
 
 
 class Ticks:
-    """Times of ticks.
+    """Tick clock: when the next tick is due.
 
-    A tick that is late is left out, once: this process was stopped, or no thread has polled. What has come
-    meanwhile is read before a deadline expires.
+    A late tick is skipped, but never two in a row: this process was stopped, or no thread has polled. What
+    has come meanwhile is read before a deadline expires.
 
     Attributes:
         next: when the next tick is due.
@@ -58,15 +58,15 @@ class Ticks:
 
     def __init__(self) -> None:
         self.next = 0.0
-        self._is_left_out = True  # so that the first is not
+        self._was_skipped = True  # so that the first tick is not
 
     def is_due(self, now: float) -> bool:
         """Returns whether a tick is to run at the monotonic time ``now``."""
         if now < self.next:
             return False
-        self._is_left_out = not self._is_left_out and now > self.next + TICK_SECONDS
+        self._was_skipped = not self._was_skipped and now > self.next + TICK_SECONDS
         self.next = now + TICK_SECONDS
-        return not self._is_left_out
+        return not self._was_skipped
 
 
 class Tick(NamedTuple):

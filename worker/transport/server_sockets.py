@@ -32,8 +32,8 @@ from .shared_memory import SharedMemoryPeer
 AHEAD_MESSAGES = 2
 
 Process = tuple[str, str, int, bytes]
-"""A server's address, host, process number and public identity. If its container was started again, only the
-identity is another."""
+"""A server's address, host, process number and public identity. If a container is started again, only the
+identity differs."""
 
 
 def _process_of(server: Member) -> Process:
@@ -189,7 +189,8 @@ class ServerSockets:
         addresses = {server.address for server in servers.values()}
         for rank, (process, _) in list(self._sockets.items()):
             if rank not in servers or _process_of(servers[rank]) != process:
-                # With a linger, it would connect to the new server at its address, in the new socket's stead.
+                # With a linger, the old socket would connect to the new server at this address, and keep the
+                # new socket out.
                 self._close(rank, linger_ms=0 if process[0] in addresses else LINGER_MS)
         for rank, server in servers.items():
             if rank not in self._sockets:

@@ -97,7 +97,7 @@ class SubmitQueue(Waiter):
                 return False
             self._spans.trace.since(begun_ns, "stage", tensor=pending.name, step=pending.progress.step)
             self._channel.submit(pending)
-        except Exception as error:  # noqa: BLE001  # it is not of whoever pushes or waits for another tensor
+        except Exception as error:  # noqa: BLE001  # this thread may push, or wait for, another tensor
             self._steps.take_back(pending.name, pending.progress)
             pending.fail(device_error(f"tensor {pending.name!r}", error))
         return True

@@ -1,4 +1,4 @@
-"""Push trace: a file of the rows that each worker pushed in each step of a training.
+"""Push recording: a file of the rows that each worker pushed in each step of a training.
 
 It is a sequence of MessagePack maps: a :class:`Header`, then a :class:`Push` for each push of the worker that
 the header names. More headers with their pushes may follow, so that the files of several workers can be

@@ -26,6 +26,8 @@ from .sockets import ZAP_DOMAIN, Socket
 if TYPE_CHECKING:  # short commands such as zenps health should not import metrics
     from zenps.observe.metrics import Refusal
 
+logger = logging.getLogger("zenps.security")
+
 Failure = Literal["unknown_key", "mechanism", "other"]
 
 _ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
@@ -168,7 +170,7 @@ class Authenticator:
             if _failure(event) != "unknown_key":  # the ZAP handler has counted that
                 self._count("handshake")
                 log.once(
-                    _logger,
+                    logger,
                     "handshake",
                     "refused a connection of a peer that has no key, or means another "
                     "node, or hung up; further ones are only counted",
@@ -186,13 +188,13 @@ class Authenticator:
             status, user = (b"400", b"unknown key"), b""
             self._count("unknown_key")
             why = "refused a connection from %s: %s is not in %s"
-            log.once(_logger, (where, key), why, where, key, keys.listed.file)
+            log.once(logger, (where, key), why, where, key, keys.listed.file)
         elif self._role and name.partition("-")[0] != self._role:
             # Under the identity of another node it would take over that node's connection.
             status, user = (b"400", b"wrong role"), b""
             self._count("wrong_role")
             log.once(
-                _logger,
+                logger,
                 (where, key),
                 "refused a connection from %s: it has the key of %s, expected one of a %s",
                 where,
@@ -205,11 +207,8 @@ class Authenticator:
 def warn_if_open(keys: Keys | None, address: str) -> None:
     """Warns if there are no keys and other machines may reach ``address``, ``host:port``."""
     if keys is None and not is_loopback(parse_address(address)[0]):
-        _logger.warning(
+        logger.warning(
             "%s is not a loopback address, and there are no keys: whoever reaches it can read, change and "
             "join this job. zenps keygen makes keys; security.keys and security.secret use them",
             address,
         )
-
-
-_logger = logging.getLogger("zenps.security")

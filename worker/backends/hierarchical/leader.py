@@ -29,7 +29,7 @@ from .transfer import HostRound, Payload, sum_of
 SUFFIX = "@hosts"
 
 FAILURES = (ZenPSError, MemoryError, RuntimeError)
-"""What a lack of memory, or of threads, raises is among these; it fails one round only."""
+"""Errors that fail one round only. A lack of memory, or of threads, raises one of these."""
 
 # A follower sends its contribution before it negotiates.
 GIVE_SECONDS = 30.0

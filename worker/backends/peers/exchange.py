@@ -117,7 +117,8 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
             return ready
         self._group.exchange({}, {0: [order]})
         numbers = [number for number in order.tolist() if number != _NONE]
-        begun = self._next_number  # this rank has pushed its entry, or rank 0 would have no result
+        # Rounds below this number have begun here: no negotiation has a result without this rank's entry.
+        begun = self._next_number
         while not self._negotiated.keys() >= set(numbers) and self._failure is None:
             if not self._awaits_negotiation(begun):
                 reason = "rank 0 exchanges a tensor whose negotiation has failed on this rank"

@@ -26,7 +26,7 @@ from ..negotiated_rounds import NegotiatedRound
 from .algorithms import ALGORITHMS, Table
 
 LOCAL_ERRORS: Final = (DeadlineError, TensorError, UsageError)
-"""Raised by a transfer only if all ranks know that this one has failed: of a sparsifier, or its device."""
+"""Errors of this rank's sparsifier or device; a transfer raises them only once all ranks know of them."""
 
 
 class PeerTransfer(SuppliedTransfer):

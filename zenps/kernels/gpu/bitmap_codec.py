@@ -16,7 +16,7 @@ from torch import Tensor
 from zenps.errors import ProtocolError, TensorError
 
 from .launcher import BLOCK, Launcher, check_on_device, grid_of, to_device
-from .place import DeviceLayout
+from .place import INTEGERS, DeviceLayout
 from .sources import position_name
 
 BITMAP_TILE = 1 << 16
@@ -24,8 +24,6 @@ BITMAP_TILE = 1 << 16
 
 ALIGNMENT = 16
 """Bitmaps are read sixteen bytes at once."""
-
-INTEGERS = (torch.int32, torch.int64)
 
 
 class BitmapChunk(NamedTuple):

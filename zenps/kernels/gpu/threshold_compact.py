@@ -69,7 +69,7 @@ def threshold_compact(
     values = torch.empty(capacity, 1, dtype=torch.float32, device=device)
     marks = torch.empty(tiles * TILE // 8, dtype=torch.uint8, device=device)
     state = scan_state(listed + 1, device)
-    # The last word of a zeroed memory: without tiles no kernel writes it.
+    # In zeroed memory: if there are no tiles, no kernel writes the count.
     count = state[-1:]
     least = (threshold, 0) if isinstance(threshold, Tensor) else (0, _bits(threshold))
     name = number_name(torch.float32 if gradient is None else gradient.dtype)
