@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.errors import ConfigError
+from zenps.kernels.native.positions import FEISTEL_ROUNDS, NativeFeistel, permute
 
 MAX_SIZE = 1 << 62
 """The largest index space: sums of two halves fit in uint32, all products of the rounds in uint64."""
 
-ROUNDS = 4
-"""The fewest that Luby and Rackoff prove strong ("How to Construct Pseudorandom Permutations from
+ROUNDS = FEISTEL_ROUNDS
+"""Four, the fewest that Luby and Rackoff prove strong ("How to Construct Pseudorandom Permutations from
 Pseudorandom Functions", SIAM J. Comput. 17(2), 1988). Measured: more do not balance better."""
 
 _BLOCK = 1 << 14  # indices worked on at once: a few buffers of this length stay in a core's L2
@@ -110,17 +111,20 @@ class Feistel:
         self.left_size = math.isqrt(size - 1) + 1
         self.right_size = -(-size // self.left_size)
         self.keys = tuple(_splitmix64(seed + number) >> 32 for number in range(1, ROUNDS + 1))
+        self._native = NativeFeistel(size, self.left_size, self.right_size, self.keys)
 
     def __repr__(self) -> str:
         return f"Feistel(size={self.size}, keys={[hex(key) for key in self.keys]})"
 
     def forward(self, index: Tensor) -> Tensor:
         """π: the position of each index. int64 of any shape, on the CPU, fresh memory."""
-        return self._walk(index, self._encipher)
+        found = permute(self._native, index, inverse=False)
+        return self._walk(index, self._encipher) if found is None else found
 
     def inverse(self, position: Tensor) -> Tensor:
         """π⁻¹: the index at each position. int64 of any shape, on the CPU, fresh memory."""
-        return self._walk(position, self._decipher)
+        found = permute(self._native, position, inverse=True)
+        return self._walk(position, self._decipher) if found is None else found
 
     def _walk(self, values: Tensor, cipher: Callable[[Wide], Wide]) -> Tensor:
         """``cipher`` of each value, block by block, applied again to the few that fall outside."""

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.errors import ConfigError
+from zenps.kernels.native.positions import NativeShift, move
 
 from .ring import SLOTS
 
@@ -46,9 +47,13 @@ class Shift:
         firsts = np.searchsorted(starts, edges, side="right") - 1
         self.firsts = firsts.astype(np.uint16)
         self._most_ends = int(np.diff(firsts).max())
+        firsts_at, ends_at = self.firsts.ctypes.data, self.ends.ctypes.data
+        self._native = NativeShift(firsts_at, len(firsts), self.bits, ends_at, self.distances.data_ptr())
 
     def apply(self, values: Tensor) -> Tensor:
         """Where each value moves to: int64 ``[n]``, fresh memory."""
+        if self._most_ends <= MAX_ENDS and (moved := move(self._native, values)) is not None:
+            return moved
         numbers = values.numpy()
         if self._most_ends > MAX_ENDS:
             ranges = np.searchsorted(self.ends, numbers, side="right")

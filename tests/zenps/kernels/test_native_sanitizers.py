@@ -10,7 +10,10 @@ from tests.zenps.kernels.native_library import has_sanitizer
 
 TESTS = "tests/zenps/kernels/test_native.py"
 SELECTED = {
-    Sanitizer.ADDRESS: [TESTS, *(f"tests/zenps/kernels/test_{name}.py" for name in ("bits", "magnitudes"))],
+    Sanitizer.ADDRESS: [
+        TESTS,
+        *(f"tests/zenps/kernels/test_{name}.py" for name in ("bits", "magnitudes", "positions")),
+    ],
     # Ten times as slow: those with several threads.
     Sanitizer.THREAD: [TESTS, "-k", "best-3 or (threads and best)"],
 }

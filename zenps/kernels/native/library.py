@@ -18,7 +18,7 @@ ADVICE: Final = (
 )
 """What to do where the library was not built, or cannot be loaded."""
 
-VERSION: Final = 1
+VERSION: Final = 2
 """``ZENPS_VERSION`` of ``native.h``."""
 
 BITMAP, RADIX, NONE = 1, 2, 3
@@ -58,6 +58,8 @@ _SIGNATURES: Final = {
     "zenps_set_bits": (c_int64, (c_void_p, c_int64, c_void_p, c_int64)),
     "zenps_mark_bits": (c_int, (c_void_p, c_int64, c_void_p, c_int64)),
     "zenps_look_up": (c_int64, (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "zenps_permute": (c_int64, (c_void_p, c_int64, c_void_p, c_int64, c_void_p)),
+    "zenps_shift": (c_int64, (c_void_p, c_void_p, c_int64, c_void_p)),
     "zenps_find": (c_int64, (c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)),
     "zenps_find_greatest": (c_int64, (c_int64, c_void_p, *(c_int64,) * 3, c_void_p, c_void_p, c_int64)),
     "zenps_sample": (c_int64, (c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p)),

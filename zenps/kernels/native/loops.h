@@ -261,6 +261,10 @@ TARGET static void NAMED(place)(const Stretch *s) {
 #undef BITS
 #undef GIVEN
 
+/* ── positions ─────────────────────────────────────────────────────────────────────────────────────────────── */
+
+#include "feistel.h"
+
 #define MAGNITUDES(dtype)                                                                                                  \
     { NAMED(find_##dtype), NAMED(find_greatest_##dtype), NAMED(sample_##dtype), NAMED(count_edges_##dtype) }
 
@@ -274,6 +278,7 @@ static const Loops NAMED(loops) = {
     .finish = {NAMED(finish_float16), NAMED(finish_bfloat16), NAMED(finish_float32), NAMED(finish_float64),
                NAMED(finish_int64), NAMED(finish_uint8)},
     .place = NAMED(place),
+    .permute = NAMED(permute),
     .magnitudes = {MAGNITUDES(magnitudes32), MAGNITUDES(magnitudes64)},
 };
 #undef MAGNITUDES

@@ -43,6 +43,7 @@ typedef struct {
     int64_t (*sum[DTYPES])(const Stretch *stretch);
     void (*finish[DTYPES])(void *sums, void *values, int64_t count, int64_t divisor);
     void (*place)(const Stretch *stretch);
+    int64_t (*permute)(const Feistel *feistel, int is_inverse, const Key *numbers, int64_t count, int64_t *found);
     MagnitudeLoops magnitudes[2]; /* of float32, of float64 */
 } Loops;
 

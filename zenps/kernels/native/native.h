@@ -11,7 +11,7 @@
 
 /* Of all that this file declares. Raise it with each change, and VERSION in library.py: an older library may remain
  * beside newer Python files. */
-#define ZENPS_VERSION 1
+#define ZENPS_VERSION 2
 
 int64_t zenps_version(void);
 
@@ -70,6 +70,30 @@ int zenps_mark_bits(const Key *numbers, int64_t count, unsigned char *bitmap, in
 /* Looks up the granule of each number in a table, and keeps the number's last `bits` bits, its place in the granule.
  * Returns how many numbers were looked up: all, or those before the first that lies outside [0, total). */
 int64_t zenps_look_up(const int32_t *table, int64_t bits, int64_t total, const Key *numbers, int64_t count, int64_t *found);
+
+#define FEISTEL_ROUNDS 4
+
+/* `Feistel` of zenps/partition/keyspace.py. */
+typedef struct {
+    int64_t size;
+    int64_t left_size, right_size; /* at most 2^31 */
+    int64_t keys[FEISTEL_ROUNDS];
+} Feistel;
+
+/* Permutes numbers, or does the inverse. Returns `count`, or less if one lies outside [0, size). */
+int64_t zenps_permute(const Feistel *feistel, int64_t is_inverse, const Key *numbers, int64_t count, int64_t *found);
+
+/* `Shift` of zenps/partition/placing.py. */
+typedef struct {
+    const uint16_t *firsts;
+    int64_t buckets; /* of `firsts` */
+    int64_t bits;
+    const int64_t *ends;
+    const int64_t *distances;
+} Shift;
+
+/* Moves numbers. Returns `count`, or less if one lies in no bucket. */
+int64_t zenps_shift(const Shift *shift, const Key *numbers, int64_t count, int64_t *found);
 
 /* Magnitudes of `count` elements, FLOAT32 or FLOAT64. `least` is the bits of a magnitude: an element reaches it if it is
  * as great, or NaN. */

@@ -1,0 +1,94 @@
+"""Positions: C permutes and moves as NumPy does, and reads nothing outside its tables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.zenps.kernels.native_library import build_native
+from zenps.kernels.native import positions
+from zenps.kernels.native.library import load_library
+from zenps.partition.keyspace import MAX_SIZE, Feistel
+from zenps.partition.placing import Shift
+
+LIBRARIES = [load_library(str(build_native(*flags))) for flags in ((), ("-DBASE_LOOPS_ONLY",))]
+each_library = pytest.mark.parametrize("library", LIBRARIES, ids=["best", "least"])
+sizes = st.one_of(st.integers(1, 5000), st.integers(1, MAX_SIZE))
+
+
+def drawn(size: int, count: int, seed: int) -> torch.Tensor:
+    inside = torch.randint(size, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.cat([torch.tensor([0, size - 1, size // 2]), inside])
+
+
+@each_library
+@settings(deadline=None, max_examples=100)
+@given(size=sizes, seed=st.integers(0, 2**64 - 1), count=st.sampled_from([0, 1, 509, 510, 2000]))
+@example(size=MAX_SIZE, seed=0, count=2000)
+@example(size=(1 << 53) + 1, seed=1, count=2000)
+def test_a_feistel_permutes_as_in_numpy(library: object, size: int, seed: int, count: int) -> None:
+    permutation, index = Feistel(size, seed), drawn(size, count, seed % 2**63)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions, "native_library", lambda: None)
+        expected = permutation.forward(index)
+        assert torch.equal(permutation.inverse(expected), index)
+        patch.setattr(positions, "native_library", lambda: library)
+        patch.setattr(permutation, "_walk", None)
+        assert torch.equal(permutation.forward(index), expected)
+        assert torch.equal(permutation.inverse(expected), index)
+
+
+@each_library
+@settings(deadline=None, max_examples=100)
+@given(
+    lengths=st.lists(
+        st.one_of(st.just(0), st.integers(0, 40), st.integers(0, 2**49)), min_size=1, max_size=80
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_ranges_move_as_in_numpy(library: object, lengths: list[int], seed: int) -> None:
+    lengths[0] += 1
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    distances = np.random.default_rng(seed).integers(-(2**61), 2**61, len(lengths))
+    shift, numbers = Shift(starts, np.array(lengths), distances), drawn(sum(lengths), 600, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(positions, "native_library", lambda: None)
+        expected = shift.apply(numbers)
+        patch.setattr(positions, "native_library", lambda: library)
+        assert torch.equal(shift.apply(numbers), expected)
+        moved = positions.move(shift._native, numbers)
+        assert moved is not None
+        assert torch.equal(moved, expected)
+
+
+@each_library
+@pytest.mark.parametrize("number", [-1, 1000, 2**63 - 1, -(2**63)])
+def test_numbers_outside_are_left_to_the_caller(
+    monkeypatch: pytest.MonkeyPatch, library: object, number: int
+) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    numbers = torch.cat([torch.arange(700), torch.tensor([number])])
+    for inverse in (False, True):
+        assert positions.permute(Feistel(1000, 3)._native, numbers, inverse=inverse) is None
+
+
+@each_library
+@pytest.mark.parametrize("number", [-1, 1 << 14, 2**63 - 1, -(2**63)])
+def test_a_number_in_no_bucket_is_left_to_the_caller(
+    monkeypatch: pytest.MonkeyPatch, library: object, number: int
+) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    shift = Shift(np.array([0, 10]), np.array([10, 90]), np.array([90, -10]))
+    assert positions.move(shift._native, torch.tensor([3, number])) is None
+
+
+@each_library
+def test_shape_and_stride_do_not_matter(monkeypatch: pytest.MonkeyPatch, library: object) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    permutation, index = Feistel(1000, 3), torch.arange(60).view(6, 10)
+    whole = permutation.forward(index)
+    assert whole.shape == (6, 10)
+    assert torch.equal(permutation.forward(index.T[::2]), whole.T[::2])
