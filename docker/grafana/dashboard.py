@@ -38,7 +38,7 @@ EPOCHS: Final = {
     "datasource": DATASOURCE,
     "enable": True,
     "iconColor": "blue",
-    "expr": f'changes(zenps_epoch{{{JOB}, role="scheduler"}}[15s]) > 0',
+    "expr": f'changes(zenps_epoch{{{JOB}, role="scheduler"}}[1m]) > 0',
     "titleFormat": "members have changed",
     "step": "5s",
 }
