@@ -78,17 +78,26 @@ def test_panels_have_numbers_of_their_own_and_do_not_overlap(tree: Any) -> None:
         taken |= cells
 
 
-def test_the_datasource_is_the_provisioned_one(tree: Any) -> None:
+def test_everything_is_read_from_the_data_source_that_is_chosen(tree: Any) -> None:
     (source,) = yaml.safe_load((PROVISIONING / "datasources/prometheus.yaml").read_text())["datasources"]
-    assert set(re.findall(r'"uid": "([^"]+)"', json.dumps(tree["panels"]))) == {source["uid"]}
-    assert {variable["datasource"]["uid"] for variable in tree["templating"]["list"]} == {source["uid"]}
+    choice, *variables = tree["templating"]["list"]
+    assert (choice["type"], choice["query"]) == ("datasource", source["type"])
+    panels = [panel for panel in tree["panels"] if panel["type"] != "row"]
+    targets = [target for panel in panels for target in panel["targets"]]
+    chosen = {"type": source["type"], "uid": f"${{{choice['name']}}}"}
+    for reader in (*variables, *tree["annotations"]["list"], *panels, *targets):
+        assert reader["datasource"] == chosen, reader
+
+
+def test_rates_have_values_at_the_scrape_interval_of_our_prometheus() -> None:
+    (source,) = yaml.safe_load((PROVISIONING / "datasources/prometheus.yaml").read_text())["datasources"]
     scraping = yaml.safe_load((FOLDER / "prometheus/prometheus.yml").read_text())["global"]
     assert source["jsonData"]["timeInterval"] == scraping["scrape_interval"]
 
 
 def test_no_variable_is_left_undefined(tree: Any) -> None:
     defined = {variable["name"] for variable in tree["templating"]["list"]} | {"__rate_interval"}
-    assert set(re.findall(r"\$(\w+)", json.dumps(tree))) == defined
+    assert set(re.findall(r"\$\{?(\w+)", json.dumps(tree))) == defined
 
 
 def test_every_window_has_four_scrapes_at_the_slowest_that_is_allowed(tree: Any) -> None:
