@@ -59,6 +59,10 @@ bench-convergence: .venv/installed
 bench-net: .venv/installed
 	$(BIN)/python benchmarks/bench_net.py $(if $(QUICK),--quick) $(if $(RESUME),--resume)
 
+# CPU kernels, those in C beside torch's; on a machine that does nothing else.
+bench-kernels: .venv/installed
+	$(BIN)/python benchmarks/bench_kernels.py --json benchmarks/results/kernels.json
+
 INPUTS ?= 1000000
 STEPS  ?= 20000
 ROUNDS ?= 100000
@@ -129,10 +133,6 @@ test-gpu:
 	$(ON_GPU) ZENPS_TEST_SMALL=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		$(SANITIZE) --tool memcheck $(BIN)/python -m pytest $(GPU_TESTS)
 	$(ON_GPU) ZENPS_TEST_SMALL=1 $(SANITIZE) --tool racecheck $(BIN)/python -m pytest $(GPU_TESTS)
-
-# CPU kernels, those in C beside torch's; on a machine that does nothing else.
-bench-kernels: .venv/installed
-	$(BIN)/python benchmarks/bench_kernels.py --json benchmarks/results/kernels.json
 
 bench-gpu:
 	$(BIN)/python -m benchmarks.bench_compaction

@@ -125,6 +125,9 @@ def train(model: MaskedLanguageModel, run: TrainingRun, data: Iterator[Masked], 
         for optimizer in optimizers:
             optimizer.step()
         run.record(loss)
+    # With sync.consistency = ssp, averages of the last steps are in flight.
+    for optimizer in optimizers:
+        optimizer.drain()
 
 
 def main() -> None:

@@ -97,6 +97,9 @@ def train(log: ClickLog, model: DeepFM, run: TrainingRun, batch: int, lr: float)
         for optimizer in optimizers:
             optimizer.step()
         run.record(loss)
+    # With sync.consistency = ssp, averages of the last steps are in flight.
+    for optimizer in optimizers:
+        optimizer.drain()
 
 
 def main() -> None:

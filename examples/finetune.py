@@ -109,6 +109,8 @@ def finetune(
         optimizer.step()
         run.record(loss)
         curve.append((time.perf_counter() - begin, loss.item()))
+    optimizer.drain()  # with sync.consistency = ssp, averages of the last steps are in flight
+    zps.average_parameters()  # with ds-sync, models differ
     return curve
 
 

@@ -127,6 +127,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         run.record(loss)
+    optimizer.drain()  # with sync.consistency = ssp, averages of the last steps are in flight
     after = validation_loss()
 
     run.console.print(

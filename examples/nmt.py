@@ -113,6 +113,9 @@ def train(model: Translator, run: TrainingRun, data: Iterator[Batch], lr: float)
         for optimizer in optimizers:
             optimizer.step()
         run.record(loss)
+    # With sync.consistency = ssp, averages of the last steps are in flight.
+    for optimizer in optimizers:
+        optimizer.drain()
 
 
 class Corpus(NamedTuple):

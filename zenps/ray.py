@@ -105,8 +105,11 @@ class _Role:
 
     def start(self, role: str, settings: Sequence[str]) -> str:
         """Starts the role, and returns the address of a scheduler once it listens; empty for a server."""
-        own = [f"cluster.scheduler={_free_address()}"] if role == "scheduler" else []
-        config = _load([*settings, *own])
+        if role == "scheduler":
+            settings = [*settings, f"cluster.scheduler={_free_address()}"]
+        else:  # a sum would take a thread for each core of the node, whatever the actor reserves
+            settings = ["kernels.threads=1", *settings]
+        config = _load(settings)
         log.setup(config.log, role)
         started: SimpleQueue[str | Exception] = SimpleQueue()
 

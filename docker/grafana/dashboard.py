@@ -15,11 +15,18 @@ from panels import JOB, ROWS, Panel
 
 FILE: Final = Path(__file__).with_name("dashboards") / "zenps.json"
 
-DATASOURCE: Final = {"type": "prometheus", "uid": "zenps-prometheus"}
-"""The data source of provisioning/datasources/prometheus.yaml."""
+DATASOURCE: Final = {"type": "prometheus", "uid": "${datasource}"}
+"""The one that is chosen at the top of the dashboard, which may be imported beside other data sources."""
 
 WIDTH: Final = 24
 """The width of Grafana's grid."""
+
+DATASOURCES: Final = {
+    "name": "datasource",
+    "label": "Data source",
+    "type": "datasource",
+    "query": DATASOURCE["type"],
+}
 
 VARIABLES: Final = (
     {"name": "job", "label": "Job", "query": "label_values(zenps_build_info, job)"},
@@ -38,7 +45,7 @@ EPOCHS: Final = {
     "datasource": DATASOURCE,
     "enable": True,
     "iconColor": "blue",
-    "expr": f'changes(zenps_epoch{{{JOB}, role="scheduler"}}[15s]) > 0',
+    "expr": f'changes(zenps_epoch{{{JOB}, role="scheduler"}}[1m]) > 0',
     "titleFormat": "members have changed",
     "step": "5s",
 }
@@ -56,7 +63,7 @@ def dashboard() -> dict[str, Any]:
         "graphTooltip": 1,
         "refresh": "5s",
         "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": [_variable(**variable) for variable in VARIABLES]},
+        "templating": {"list": [DATASOURCES, *(_variable(**variable) for variable in VARIABLES)]},
         "annotations": {"list": [EPOCHS]},
         "panels": list(_panels()),
     }

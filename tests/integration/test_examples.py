@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ SMALL_LSTM = ["--vocabulary", "4000", "--width", "64", "--samples", "256", "--ba
 SMALL_NMT = ["--words", "60", "--width", "32", "--samples", "40", "--batch", "32", "--lr", "0.01"]
 SMALL_BERT = ["--vocabulary", "2000", "--width", "32", "--layers", "1", "--samples", "128", "--batch", "8"]
 SMALL_DEEPFM = ["--buckets", "20000", "--hidden", "32", "--batch", "256", "--lr", "0.004"]
+SMALL_FINETUNE = ["--width", "32", "--layers", "1", "--pretrain-steps", "10"]
 
 
 def run(command: list[str]) -> str:
@@ -52,12 +53,17 @@ def alone(script: str, *arguments: str, report: Path) -> tuple[str, dict[str, An
     return output, json.loads(report.read_text())
 
 
+def launch(*command: str, workers: int = 2, settings: Sequence[str] = ()) -> str:
+    """Standard output of Python's ``command`` on a cluster."""
+    options = [word for setting in settings for word in ("--set", setting)]
+    cluster = ["-m", "zenps.cli", "launch", "--workers", str(workers), "--servers", "2", *options]
+    return run([*cluster, "--", sys.executable, *command])
+
+
 def launched(
-    script: str, *arguments: str, report: Path, partition: str = "balanced"
+    script: str, *arguments: str, report: Path, settings: Sequence[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    launch = ["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "2"]
-    launch += ["--set", f"sync.partition={partition}", "--", sys.executable]
-    output = run([*launch, f"examples/{script}", *arguments, "--report", str(report)])
+    output = launch(f"examples/{script}", *arguments, "--report", str(report), settings=settings)
     return output, json.loads(report.read_text())
 
 
@@ -99,8 +105,9 @@ def test_language_model_learns_alone_with_its_whole_vocabulary(tmp_path: Path) -
 def test_language_model_shows_what_a_partition_changes_and_what_not(tmp_path: Path) -> None:
     reports = {}
     for partition in ("balanced", "centralized"):
+        settings = [f"sync.partition={partition}"]
         output, report = launched(
-            "lstm_lm.py", *SMALL_LSTM, "--steps", "30", report=tmp_path / partition, partition=partition
+            "lstm_lm.py", *SMALL_LSTM, "--steps", "30", report=tmp_path / partition, settings=settings
         )
         reports[partition] = report
         before, after = report["held_out_loss"]
@@ -178,13 +185,16 @@ print("weights", hashlib.sha256(data).hexdigest())
 """
 
 
-def watched(tmp_path: Path, script: str, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """As ``launched``; both ranks must end with the same weights."""
+def watched(
+    tmp_path: Path, script: str, *arguments: str, workers: int = 2, settings: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """As ``launched``; all ranks must end with the same weights."""
     report = tmp_path / "report.json"
-    command = [sys.executable, "-c", WATCHED, f"examples/{script}", *arguments, "--report", str(report)]
-    output = run(["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "2", "--", *command])
-    first, second = re.findall(r"weights ([0-9a-f]{64})", output)
-    assert first == second
+    command = ["-c", WATCHED, f"examples/{script}", *arguments, "--report", str(report)]
+    output = launch(*command, workers=workers, settings=settings)
+    weights = re.findall(r"weights ([0-9a-f]{64})", output)
+    assert len(weights) == workers
+    assert len(set(weights)) == 1
     return output, json.loads(report.read_text())
 
 
@@ -314,29 +324,10 @@ def test_masked_language_model_learns_in_a_cluster_from_a_file(tmp_path: Path) -
 
 @pytest.mark.long
 def test_a_transformer_is_fine_tuned_with_a_sparsifier(tmp_path: Path) -> None:
-    file, curve = tmp_path / "report.json", tmp_path / "curve.json"
-    launch = ["-m", "zenps.cli", "launch", "--workers", "2", "--servers", "1"]
-    launch += [
-        "--set",
-        "sync.sparsifier=exdyna",
-        "--set",
-        "sync.density=0.05",
-        "--set",
-        "sparsifier.least_bytes=1KiB",
-    ]
-    script = [
-        "examples/finetune.py",
-        "--width",
-        "32",
-        "--layers",
-        "1",
-        "--pretrain-steps",
-        "10",
-        "--steps",
-        "40",
-    ]
-    output = run([*launch, "--", sys.executable, *script, "--report", str(file), "--curve", str(curve)])
-    report = json.loads(file.read_text())
+    curve = tmp_path / "curve.json"
+    settings = ["sync.sparsifier=exdyna", "sync.density=0.05", "sparsifier.least_bytes=1KiB"]
+    arguments = [*SMALL_FINETUNE, "--steps", "40", "--curve", str(curve)]
+    output, report = launched("finetune.py", *arguments, report=tmp_path / "report.json", settings=settings)
     before, after = report["held_out_loss"]
     assert after < before - 0.3, output
     assert report["pushed_bytes"] + report["pulled_bytes"] < report["dense_bytes"] / 5
@@ -473,3 +464,35 @@ def test_a_log_without_a_usable_line_is_refused(tmp_path: Path, content: str, cl
     path.write_text(content)
     with pytest.raises(ValueError, match=r"log\.tsv: no training line in Criteo's format for rank 0"):
         next(click_log.ClickLog(path, 0, 1).training_batches(1))
+
+
+# ── consistency ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.long
+def test_the_fine_tuned_model_is_the_average_of_all_workers(tmp_path: Path) -> None:
+    """Pairs of workers average their models in a step, and the two pairs differ after it."""
+    settings = ["sync.consistency=ds-sync"]
+    watched(tmp_path, "finetune.py", *SMALL_FINETUNE, "--steps", "3", workers=4, settings=settings)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("finetune.py", SMALL_FINETUNE),
+        ("lstm_lm.py", [*SMALL_LSTM, "--data", argparse.__file__]),
+        ("nmt.py", [*SMALL_NMT, "--sentences", "2000"]),
+        ("bert.py", [*SMALL_BERT, "--data", argparse.__file__]),
+        ("deepfm.py", [*SMALL_DEEPFM, "--rows", "20000"]),
+    ],
+)
+def test_averages_in_flight_are_applied_before_the_trained_model_is_evaluated(
+    script: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """With this staleness nothing else is applied."""
+    settings = ["sync.consistency=ssp", "sync.staleness=4"]
+    steps = ["--steps", "4"]
+    output, report = launched(script, *arguments, *steps, report=tmp_path / "report.json", settings=settings)
+    before, after = report["held_out_loss"]
+    assert after != before, output

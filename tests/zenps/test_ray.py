@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -32,3 +33,17 @@ def test_settings_of_the_environment_and_of_zenps_toml_are_not_those_of_schedule
     monkeypatch.setenv("ZENPS_CLUSTER_RENDEZVOUS_SECONDS", "8")
     assert Cluster(workers=2)._seconds == Config().cluster.rendezvous_seconds
     assert Cluster(workers=2, settings=["cluster.rendezvous_seconds=9"])._seconds == 9
+
+
+@pytest.mark.parametrize(("settings", "threads"), [([], 1), (["kernels.threads=4"], 4)])
+def test_a_server_sums_on_the_cpu_that_it_reserves_unless_settings_say_otherwise(
+    settings: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from zenps.ray import _Role
+
+    configs: SimpleQueue[Config] = SimpleQueue()
+    monkeypatch.setattr("zenps.server.service.serve", configs.put)
+    monkeypatch.setattr("zenps.observe.log.setup", lambda *_: None)  # it would stay for other tests
+    _Role().start("server", settings)
+    assert configs.get(timeout=60).kernels.threads == threads
