@@ -254,6 +254,25 @@ def interrupt_a_barrier(waits_in: str, path: Path) -> float:
     return average
 
 
+def test_a_barrier_that_has_failed_does_not_continue(tmp_path: Path) -> None:
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 5}) as cluster:
+        workers = [cluster.start(fail_a_barrier, tmp_path, rank=rank) for rank in range(2)]
+        for failed, gathered in [worker.result() for worker in workers]:
+            assert failed.kind == "DeadlineError"
+            assert not isinstance(gathered, Raised), gathered
+            assert gathered.tolist() == [0, 1]
+
+
+def fail_a_barrier(path: Path) -> tuple[Any, Any]:
+    """Rank 1 calls a barrier once it has failed on rank 0."""
+    hvd.init()
+    if hvd.rank() == 1:
+        await_file(path / "failed")
+    failed = attempt(hvd.barrier)
+    (path / "failed").touch()
+    return failed, attempt(barrier_before_a_result)
+
+
 def train_and_join() -> dict[str, Any]:
     """Ranks have different numbers of batches, and average a number in each of them."""
     hvd.init()

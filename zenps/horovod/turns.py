@@ -197,7 +197,7 @@ class Turns:
             self._unsettled.popleft()
             if call is None:
                 raise
-            call.is_settled, call.error = True, error
+            call.is_settled, call.error, call.work = True, error, None
             return 0
         self._unsettled.popleft()
         if call is not None:
