@@ -67,6 +67,8 @@ class Call:
         self.error = UsageError(f"{self.what[0]}: an interrupt has ended it; call it again, on all ranks")
         try:
             if joined:
+                # An interrupted gather cannot be repeated: then the next barrier takes another turn.
+                self.work = None
                 _check_served(_agreed(self.what))
             elif self.work is not None:
                 self.result = self.work()
