@@ -176,6 +176,7 @@ class ServerRounds:
     def on_stopped(self, seconds: float, now: float) -> None:
         """This process was stopped for so long: pushes may have come that nobody has read."""
         self._stop_grace.begin(seconds, now)
+        self.late.postpone(seconds)
         for round_ in self._open.values():
             round_.arrivals = [at + seconds for at in round_.arrivals]
 

@@ -481,12 +481,14 @@ def test_a_deadline_names_the_missing_ranks() -> None:
     assert reply.message == Failure(1, *KEY, "deadline", reason)
 
 
-def test_no_rank_is_late_while_the_server_was_stopped() -> None:
-    rounds, stopped_seconds = make_rounds(2), 2 * DEADLINE_SECONDS
+@pytest.mark.parametrize("ticks", [[], [10.0]], ids=["uncounted", "counted"])
+def test_no_rank_is_late_while_the_server_was_stopped(ticks: list[float]) -> None:
+    rounds = make_rounds(2)
     assert rounds.on_push(make_held(0, KEY), 1.0) == []
-    rounds.on_stopped(stopped_seconds, 1.0 + stopped_seconds)
-    assert rounds.on_tick(1.5 + stopped_seconds) == []
-    assert rounds.late.seconds == pytest.approx({1: 0.5})
+    assert [rounds.on_tick(now) for now in ticks] == [[] for _ in ticks]
+    rounds.on_stopped(60.0, 70.0)
+    assert rounds.on_tick(70.5) == []
+    assert rounds.late.seconds == pytest.approx({1: 9.5})
 
 
 def test_a_server_that_was_stopped_reads_what_has_come_before_rounds_expire() -> None:
