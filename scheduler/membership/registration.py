@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from zenps.config.shared import differing_settings
 from zenps.errors import listing
 from zenps.partition.ring import SLOTS
 from zenps.wire.scheduler_messages import Refused, Register
@@ -114,8 +115,7 @@ def _differing(here: Settings, there: Settings) -> str:
     """Says which settings differ, and by what; of a peer's, which may be any, as much as fits a message."""
     differing = [
         f"{key:.60} is {here.get(key)!r:.260} here and {there.get(key)!r:.260} there{LIMITED.get(key, '')}"
-        for key in sorted(here.keys() | there.keys())
-        if here.get(key) != there.get(key)
+        for key in differing_settings(here, there)
     ]
     return listing(differing, "; ")
 

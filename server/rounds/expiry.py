@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from typing import Literal
 
@@ -14,6 +15,35 @@ REOPENED_SECONDS = 15.0
 # queued behind many. A rank that has given the round up answers ``resume`` by ``give-up``; this limit is for
 # lost messages. A later push opens the round again.
 RESUMED_SECONDS = 15.0
+
+# How long no round expires after the server was stopped. Workers wait longer than that beyond the deadline,
+# so that they hear from the server which rank is late.
+STOP_GRACE_SECONDS = 2.0
+# How long at most after the first of several short stops: without a limit, workers would give up first.
+STOPS_GRACE_SECONDS = 3.0
+
+
+class StopGrace:
+    """Grace after a stop: no round expires, because there may be pushes that nobody has read."""
+
+    def __init__(self) -> None:
+        self._until = -math.inf
+        self._latest = math.inf
+        """When it ends even if short stops follow; infinite once it has ended."""
+
+    def begin(self, stopped_seconds: float, now: float) -> None:
+        """Begins at the end of a stop, or goes on after another one."""
+        if stopped_seconds > STOP_GRACE_SECONDS:  # much may have come since the stop before
+            self._latest = math.inf
+        self._latest = min(self._latest, now + STOPS_GRACE_SECONDS)
+        self._until = min(now + STOP_GRACE_SECONDS, self._latest)
+
+    def end(self, now: float) -> bool:
+        """Ends if the time is over; returns whether rounds may expire."""
+        if now < self._until:
+            return False
+        self._latest = math.inf
+        return True
 
 
 def ending(

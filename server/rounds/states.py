@@ -87,11 +87,6 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 ASK_SECONDS = 0.5
 MAX_ASK_SECONDS = 16.0
 
-STOP_GRACE_SECONDS = 2.0
-"""No round expires for so long after the server was stopped: pushes may have come that nobody has read.
-
-Workers wait longer than that beyond the deadline, so they hear from the server which rank is late."""
-
 
 class Key(NamedTuple):
     """The key of a round on one server, under one ring."""

@@ -18,12 +18,11 @@ from zenps.wire.messages import Busy, Failure, GiveUp, Resume, Wanted
 
 from ..reducers.base import FailedRound, Outcome
 from .admission import Admission
-from .expiry import ending
+from .expiry import StopGrace, ending
 from .history import History
 from .states import (
     FAILURES,
     MAX_ASK_SECONDS,
-    STOP_GRACE_SECONDS,
     Action,
     HeldPush,
     Key,
@@ -58,8 +57,7 @@ class ServerRounds:
         self._admission = Admission(budget_bytes, self._history)
         self._last_push = -math.inf
         """When a push came last, of any round."""
-        self._expires_from = -math.inf
-        """No round expires earlier."""
+        self._stop_grace = StopGrace()
         self.duplicates = 0
         self.late = Lateness()
         """How long rounds have waited for which rank."""
@@ -177,14 +175,15 @@ class ServerRounds:
 
     def on_stopped(self, seconds: float, now: float) -> None:
         """This process was stopped for so long: pushes may have come that nobody has read."""
-        self._expires_from = now + STOP_GRACE_SECONDS
+        self._stop_grace.begin(seconds, now)
+        self.late.postpone(seconds)
         for round_ in self._open.values():
             round_.arrivals = [at + seconds for at in round_.arrivals]
 
     def on_tick(self, now: float) -> Actions:
         """Ends rounds that have waited long enough, and asks for pushes that ranks may not send unasked."""
         self._count_late(now)
-        due = list(self._open.values()) if now >= self._expires_from else []
+        due = list(self._open.values()) if self._stop_grace.end(now) else []
         ended = [self._expire(round_, now) for round_ in due]
         return [*chain.from_iterable(ended), *self._readmit(now), *self._ask(now)]
 

@@ -14,6 +14,7 @@ import zenps as zps
 import zenps.horovod as hvd
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
 from tests.integration.interrupts import interrupted_after
+from zenps.horovod import turns
 from zenps.horovod.turns import TURNS
 
 LOOPS = {0: 5, 1: 2, 2: 3}
@@ -252,6 +253,54 @@ def interrupt_a_barrier(waits_in: str, path: Path) -> float:
         TURNS.run(["barrier"], come_late)
     average: float = hvd.allreduce(torch.ones(1)).item()
     return average
+
+
+def test_a_barrier_that_has_failed_does_not_continue(tmp_path: Path) -> None:
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 5}) as cluster:
+        workers = [cluster.start(fail_a_barrier, tmp_path, rank=rank) for rank in range(2)]
+        for failed, gathered in [worker.result() for worker in workers]:
+            assert failed.kind == "DeadlineError"
+            assert not isinstance(gathered, Raised), gathered
+            assert gathered.tolist() == [0, 1]
+
+
+def fail_a_barrier(path: Path) -> tuple[Any, Any]:
+    """Rank 1 calls a barrier once it has failed on rank 0."""
+    hvd.init()
+    if hvd.rank() == 1:
+        await_file(path / "failed")
+    failed = attempt(hvd.barrier)
+    (path / "failed").touch()
+    return failed, attempt(barrier_before_a_result)
+
+
+def test_an_interrupted_barrier_takes_another_turn_if_a_rank_has_joined() -> None:
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 10}) as cluster:
+        workers = [cluster.start(interrupt_a_refused_barrier, rank=rank) for rank in range(2)]
+        refused, joined = [worker.result() for worker in workers]
+    assert refused.kind == "UsageError"
+    assert "call join() on this rank, too" in refused.text
+    assert joined in (0, 1)
+
+
+def interrupt_a_refused_barrier() -> Any:
+    """Rank 1 has joined. Ctrl-C ends rank 0's barrier when the ranks have told each other what they call."""
+    hvd.init()
+    if hvd.rank() == 1:
+        return attempt(hvd.join)
+    agreed = turns._agreed
+
+    def interrupted(what: list[Any] | None) -> list[Any]:
+        turns._agreed = agreed
+        agreed(what)
+        raise KeyboardInterrupt
+
+    turns._agreed = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        hvd.barrier()
+    again = attempt(hvd.barrier)
+    hvd.join()
+    return again
 
 
 def train_and_join() -> dict[str, Any]:

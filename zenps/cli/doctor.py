@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from zenps.config.settings import GIB, PARTITIONS, SPARSIFIERS, Config
-from zenps.config.shared import shared_settings
+from zenps.config.shared import differing_settings, shared_settings
 from zenps.config.sizes import server_bytes
 from zenps.config.sources import (
     allows_two_levels,
@@ -318,11 +318,10 @@ def _levels(config: Config, status: Status) -> Check:
 
 def _same_settings(config: Config, status: Status) -> Check:
     """Checks the shared settings: the scheduler refuses a worker that has different ones."""
-    own = shared_settings(config)
+    here, there = shared_settings(config), status.settings
     differing = [
-        f"{name} is {own.get(name)!r} here and {value!r} there"
-        for name, value in status.settings.items()
-        if own.get(name) != value
+        f"{name} is {here.get(name)!r} here and {there.get(name)!r} there"
+        for name in differing_settings(here, there)
     ]
     if differing:
         return Check("shared settings", "fail", "; ".join(differing), "use one configuration on all nodes")

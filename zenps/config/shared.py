@@ -5,6 +5,8 @@ They decide how tensors are sharded, and what ranks do together.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import structs
 
 from .settings import Config
@@ -51,3 +53,16 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.staleness": config.sync.staleness,
         "sync.values": config.sync.values,
     }
+
+
+def differing_settings(
+    here: Mapping[str, str | int | float], there: Mapping[str, str | int | float]
+) -> list[str]:
+    """Returns the shared settings in which two nodes differ, by ``section.field``.
+
+    A node has ``cluster.workers`` only if another of its settings needs it. So if one of two has it, that
+    setting differs, and is named instead.
+    """
+    names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+    of_one = names & {"cluster.workers"} & (here.keys() ^ there.keys())
+    return sorted(names - of_one or names)

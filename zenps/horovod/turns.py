@@ -67,6 +67,8 @@ class Call:
         self.error = UsageError(f"{self.what[0]}: an interrupt has ended it; call it again, on all ranks")
         try:
             if joined:
+                # An interrupted gather cannot be repeated: then the next barrier takes another turn.
+                self.work = None
                 _check_served(_agreed(self.what))
             elif self.work is not None:
                 self.result = self.work()
@@ -197,7 +199,7 @@ class Turns:
             self._unsettled.popleft()
             if call is None:
                 raise
-            call.is_settled, call.error = True, error
+            call.is_settled, call.error, call.work = True, error, None
             return 0
         self._unsettled.popleft()
         if call is not None:

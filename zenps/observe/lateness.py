@@ -47,6 +47,11 @@ class Lateness:
                 self.seconds[rank] = self.seconds.get(rank, 0.0) + now - begin
                 self._counted_until[rank] = now
 
+    def postpone(self, seconds: float) -> None:
+        """Leaves so many seconds out of all waits, if ``arrivals`` are later by as many from now on."""
+        for rank in self._counted_until:
+            self._counted_until[rank] += seconds
+
 
 def latest(seconds: Mapping[int, float]) -> list[tuple[int, float]]:
     """The :data:`MAX_RANKS` latest ranks and their seconds; the latest first."""

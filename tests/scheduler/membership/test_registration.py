@@ -8,6 +8,7 @@ import pytest
 from tests.scheduler.nodes import (
     LEASE_SECONDS,
     RENDEZVOUS_SECONDS,
+    SETTINGS,
     gather,
     keep_alive,
     make_membership,
@@ -150,6 +151,28 @@ def test_settings_that_disagree_are_named() -> None:
     refused = only(membership.on_message(worker(0), message, 0.0), worker(0))
     expected = "not the scheduler's settings: sync.seed is None here and 7 there; give all nodes the same"
     assert refused == Refused("mismatch", expected)
+
+
+FAILS: dict[str, str | int | float] = {"cluster.on_worker_loss": "fail"}
+CONTINUES: dict[str, str | int | float] = {"cluster.on_worker_loss": "continue", "cluster.workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "named"),
+    [
+        (FAILS, CONTINUES, "cluster.on_worker_loss is 'fail' here and 'continue' there"),
+        (CONTINUES, FAILS, "cluster.on_worker_loss is 'continue' here and 'fail' there"),
+        (CONTINUES, CONTINUES | {"cluster.workers": 3}, "cluster.workers is 2 here and 3 there"),
+        ({}, {"cluster.workers": 2}, "cluster.workers is None here and 2 there"),
+        ({"cluster.workers": 2}, {}, "cluster.workers is 2 here and None there"),
+    ],
+)
+def test_cluster_workers_of_one_side_is_named_only_if_nothing_else_differs(
+    here: dict[str, str | int | float], there: dict[str, str | int | float], named: str
+) -> None:
+    membership = make_membership(settings=SETTINGS | there)
+    refused = only(membership.on_message(worker(0), register("worker", changed=here), 0.0), worker(0))
+    assert refused == Refused("mismatch", f"not the scheduler's settings: {named}; give all nodes the same")
 
 
 @pytest.mark.parametrize("name", ["cluster.workers", "sync.chunk_bytes"])

@@ -18,7 +18,8 @@ from zenps.config.sizes import WITH_ALLOWANCE
 from zenps.errors import LATE_ADVICE, ProtocolError
 from zenps.server.reducers.base import Answer, FailedRound, Outcome
 from zenps.server.rounds.admission import ROUND_BYTES
-from zenps.server.rounds.states import STOP_GRACE_SECONDS, Action, HeldPush, Key, Reduce, Reply, disagreement
+from zenps.server.rounds.expiry import STOP_GRACE_SECONDS
+from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply, disagreement
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
 from zenps.worker.rounds.tracker import PATIENCE_SECONDS
@@ -480,12 +481,14 @@ def test_a_deadline_names_the_missing_ranks() -> None:
     assert reply.message == Failure(1, *KEY, "deadline", reason)
 
 
-def test_no_rank_is_late_while_the_server_was_stopped() -> None:
-    rounds, stopped_seconds = make_rounds(2), 2 * DEADLINE_SECONDS
+@pytest.mark.parametrize("ticks", [[], [10.0]], ids=["uncounted", "counted"])
+def test_no_rank_is_late_while_the_server_was_stopped(ticks: list[float]) -> None:
+    rounds = make_rounds(2)
     assert rounds.on_push(make_held(0, KEY), 1.0) == []
-    rounds.on_stopped(stopped_seconds, 1.0 + stopped_seconds)
-    assert rounds.on_tick(1.5 + stopped_seconds) == []
-    assert rounds.late.seconds == pytest.approx({1: 0.5})
+    assert [rounds.on_tick(now) for now in ticks] == [[] for _ in ticks]
+    rounds.on_stopped(60.0, 70.0)
+    assert rounds.on_tick(70.5) == []
+    assert rounds.late.seconds == pytest.approx({1: 9.5})
 
 
 def test_a_server_that_was_stopped_reads_what_has_come_before_rounds_expire() -> None:
@@ -508,6 +511,32 @@ def test_a_stop_postpones_a_deadline_by_less_than_workers_wait_beyond_it() -> No
     assert isinstance(failed, Reply)
     assert isinstance(failed.message, Failure)
     assert failed.message.kind == "deadline"
+
+
+@pytest.mark.parametrize("seconds", [1.2, 1.9])
+def test_short_stops_in_a_row_postpone_a_deadline_by_less_than_workers_wait_beyond_it(seconds: float) -> None:
+    rounds = make_rounds(2)
+    assert rounds.on_push(make_held(0, KEY), 0.0) == []
+    for stop in range(20):
+        now = DEADLINE_SECONDS - 1 + stop * (seconds + 0.1)
+        rounds.on_stopped(seconds, now)
+        if actions := rounds.on_tick(now):
+            break
+    (failed,) = actions
+    assert isinstance(failed, Reply)
+    assert isinstance(failed.message, Failure)
+    assert failed.message.kind == "deadline"
+    assert now < DEADLINE_SECONDS + PATIENCE_SECONDS
+
+
+def test_a_long_stop_soon_after_a_short_one_leaves_as_much_time_to_read_as_one_alone() -> None:
+    rounds, now = make_rounds(2), DEADLINE_SECONDS + 5
+    assert rounds.on_push(make_held(0, KEY), 0.0) == []
+    rounds.on_stopped(1.2, now - 4)
+    rounds.on_stopped(3.5, now)
+    assert rounds.on_tick(now + STOP_GRACE_SECONDS - 0.1) == []
+    (failed,) = rounds.on_tick(now + STOP_GRACE_SECONDS)
+    assert isinstance(failed, Reply)
 
 
 def test_without_a_deadline_a_round_waits_and_counts_for_whom() -> None:

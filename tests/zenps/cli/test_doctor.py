@@ -15,6 +15,7 @@ from zenps.cli import doctor
 from zenps.cli.doctor import Check, examine
 from zenps.cli.local_clusters import LocalCluster
 from zenps.config.settings import GIB
+from zenps.config.shared import shared_settings
 from zenps.config.sources import load
 from zenps.kernels.native.library import find_library
 from zenps.keys import generate
@@ -192,6 +193,16 @@ def test_cluster_that_gathers(scheduler: str) -> None:
     assert "0 of 1 worker(s) and 0 of 1 server(s)" in checks["nodes"].found
     assert checks["shared settings"].verdict == "fail"
     assert checks["shared settings"].found == "sync.granule is 64 here and 32 there"
+
+
+def test_a_scheduler_of_an_elastic_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    elastic = load(sets=["cluster.workers=3", "cluster.on_worker_loss=continue"], environ={}).config
+    status = Status("default", "gathering", 0, 10.0, shared_settings(elastic), ())
+    monkeypatch.setattr(doctor, "fetch", lambda *args: status)
+    monkeypatch.setattr(doctor, "why_unreachable", lambda *args: "")
+    check = examined("cluster.scheduler=127.0.0.1:1", "cluster.workers=3")["shared settings"]
+    assert check.verdict == "fail"
+    assert check.found == "cluster.on_worker_loss is 'fail' here and 'continue' there"
 
 
 @pytest.mark.parametrize(

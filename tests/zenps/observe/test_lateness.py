@@ -52,6 +52,14 @@ def test_a_wait_counts_while_it_lasts() -> None:
     assert late.seconds == {1: 4.5, 2: 4.5}
 
 
+def test_time_by_which_waits_are_postponed_does_not_count() -> None:
+    late = Lateness()
+    late.wait([1], [1.0], 2, 10.0)
+    late.postpone(60.0)
+    late.wait([1], [61.0], 2, 70.5)
+    assert late.seconds == {1: 9.5}
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 10), st.floats(0, 10)), max_size=30))
 def test_no_rank_is_later_than_the_time_that_has_passed(waits: list[tuple[int, float, float]]) -> None:
     late, now = Lateness(), 0.0
