@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -74,8 +73,10 @@ class GroupAverager:
         timeout_seconds = session.config.cluster.patience_seconds
         self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
+        self._wait: tuple[str, float] | None = None
         self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
         self._thread.start()
+        session.lease.wait_sources.append(lambda: self._wait)
         session.lease.call_at_end(self._fail)
 
     def average(self, name: str, step: int, tensors: Sequence[Tensor]) -> None:
@@ -100,7 +101,7 @@ class GroupAverager:
             pending.fail(self._failure)
         self._rounds.put(_Round(pending, transfer, members))
         others = [rank for rank in members if rank != self._group.rank]
-        self._session.lease.waits_for = f"models of rank(s) {listing(others)}, step {step}", time.monotonic()
+        self._wait = f"models of rank(s) {listing(others)}, step {step}", progress.began
         try:
             pending.wait()
         except DeadlineError as error:
@@ -111,7 +112,7 @@ class GroupAverager:
             self._fail(late)
             raise late from error
         finally:
-            self._session.lease.waits_for = None
+            self._wait = None
 
     def settle(self) -> None:
         """Waits for an average whose wait Ctrl-C has interrupted: its tensors are in use until it ends.

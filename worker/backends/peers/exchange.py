@@ -42,6 +42,8 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         group: of all ranks; nobody else may use it.
     """
 
+    _source = " among workers"
+
     def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
         super().__init__(session, servers)
         self._group = group
