@@ -11,7 +11,7 @@ from typing import NamedTuple
 import xxhash
 from torch import Tensor
 
-from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
+from zenps.errors import DeadlineError, ZenPSError, listing
 from zenps.observe import log
 
 from ...core.pending import LeftError, Notifier, Pending, Waiting
@@ -22,6 +22,7 @@ from ...transport.channel import CLOSE_SECONDS
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
 from .average import average_within
+from .connection import why_broken
 from .schedule import Schedule, members_of
 
 
@@ -153,8 +154,7 @@ class GroupAverager:
                     self._average(round_)
                 del round_  # do not keep tensors until the next one
         except GroupError as error:
-            broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
-            self._fail(self._failure or self._session.lease.await_loss() or broken)
+            self._fail(self._failure or why_broken(self._session, error))
         except BaseException as error:
             self._fail(ZenPSError(f"the averager's thread ended: {error!r}"))
             raise

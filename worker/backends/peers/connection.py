@@ -1,10 +1,10 @@
-"""Connection of all workers to one another: makes their process group."""
+"""Connection of all workers to one another: makes their process group, and names who is missing in it."""
 
 from __future__ import annotations
 
 import itertools
 
-from zenps.errors import PeerLostError
+from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.wire.addresses import find_host
 
 from ...transport.peer_group import GlooGroup, GroupError
@@ -41,3 +41,18 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
             f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
             "each to an address of its machine that the others reach at any port"
         ) from error
+
+
+def why_broken(session: Session, error: GroupError) -> ZenPSError:
+    """Returns why an exchange has failed: the loss that the scheduler reports in time, or else an error.
+
+    This error names the other rank, or all others if gloo does not say which.
+    """
+    others = [
+        worker
+        for worker in session.lease.view.workers
+        if worker.rank == error.rank or (error.rank < 0 and worker.rank != session.rank)
+    ]
+    return session.lease.await_loss() or PeerLostError(
+        f"the exchange with {listing(others)} has failed: {error.detail}; see their logs"
+    )

@@ -136,7 +136,7 @@ LOST = PeerLostError("worker 1 is lost")
         (
             None,
             lambda averager: averager._group.abort(),
-            "exchange among workers has failed: rank 1: gone; see",
+            r"the exchange with worker 1 \(host box, pid 50\) has failed: gone; see their logs",
         ),
         (None, lambda averager: averager.lease.ended.set_exception(LOST), "worker 1 is lost"),
         (LOST, lambda averager: averager.close(), "this worker has left the cluster"),

@@ -208,7 +208,10 @@ LOST = PeerLostError("worker 1 is lost")
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(LOST, "worker 1 is lost"), (None, "exchange among workers has failed: rank 1: gone; see their logs")],
+    [
+        (LOST, "worker 1 is lost"),
+        (None, r"the exchange with worker 1 \(host box, pid 50\) has failed: gone; see their logs"),
+    ],
 )
 def test_an_agreement_that_fails_on_one_rank_ends_the_job(
     loss: ZenPSError | None, message: str, hub: Hub, ranks: list[Rank]
