@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.wire.addresses import find_host
@@ -34,6 +35,8 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
         return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
     host = config.cluster.host or find_host(config.cluster.scheduler)
+    wait = "connections among workers", time.perf_counter()
+    session.lease.wait_sources.append(lambda: wait)
     try:
         return GlooGroup(rank, size, host, allgather)
     except GroupError as error:
@@ -41,6 +44,8 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
             f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
             "each to an address of its machine that the others reach at any port"
         ) from error
+    finally:
+        session.lease.wait_sources.pop()
 
 
 def why_broken(session: Session, error: GroupError) -> ZenPSError:

@@ -55,9 +55,9 @@ def session_of(lease: TwoWorkers, host: str = "") -> Session:
     return Session(config, lease, Silent(), Statistics(metrics), metrics, Spans())
 
 
-def connect(servers: Servers, host: str = "") -> Any:
+def connect(servers: Servers, lease: TwoWorkers, host: str = "") -> Any:
     """Connects rank 1 of 2."""
-    return connect_workers(session_of(TwoWorkers(), host), servers, "peers")
+    return connect_workers(session_of(lease, host), servers, "peers")
 
 
 @pytest.mark.parametrize(("setting", "host"), [("", "127.0.0.1"), ("10.0.0.7", "10.0.0.7")])
@@ -65,10 +65,15 @@ def test_all_ranks_get_the_addresses_of_all(
     setting: str, host: str, servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def group(rank: int, size: int, host: str, allgather: Callable[[bytes], Sequence[bytes]]) -> Any:
+        waits.extend(source() for source in lease.wait_sources)
         return rank, size, host, [allgather(ADDRESS), allgather(ADDRESS)]
 
+    lease = TwoWorkers()
+    waits: list[tuple[str, float] | None] = []
     monkeypatch.setattr(connection, "GlooGroup", group)
-    assert connect(servers, setting) == (1, 2, host, [[2 * ADDRESS, ADDRESS]] * 2)
+    assert connect(servers, lease, setting) == (1, 2, host, [[2 * ADDRESS, ADDRESS]] * 2)
+    assert [wait and wait[0] for wait in waits] == ["connections among workers"]
+    assert lease.wait_sources == []
     assert servers.names == ["@peers/addresses/0", "@peers/addresses/1"], "a round of its own each time"
 
 
@@ -81,7 +86,7 @@ def test_workers_that_do_not_reach_one_another_say_what_to_set(
     monkeypatch.setattr(connection, "GlooGroup", group)
     said = r"worker 1 and the others do not reach one another: gloo on 127.0.0.1: refused; set cluster.host"
     with pytest.raises(PeerLostError, match=said):
-        connect(servers)
+        connect(servers, TwoWorkers())
 
 
 @pytest.mark.parametrize(
