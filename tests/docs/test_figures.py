@@ -87,6 +87,18 @@ def test_loopback_is_what_was_measured(name: str) -> None:
         assert expected in [row[1:] for row in rows]
 
 
+def test_processor_times_are_what_was_measured() -> None:
+    measured = {
+        (found["workers"], found["setup"]["same_host"]): found["block"]["table"]["zenps"]["processor_seconds"]
+        for found in results("loopback-700001x48.json")["measurements"]
+        if (found["setup"]["partition"], found["setup"]["levels"]) == ("balanced", 1)
+    }
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    rows = cells(text.partition("## Processor time")[2].partition("\n## ")[0])[2:]
+    ways = ("memory", "tcp")
+    assert rows == [[str(n), *(f"{1000 * measured[n, way]:.1f}" for way in ways)] for n in (2, 4, 8)]
+
+
 @pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
 def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
     seconds = {
