@@ -99,6 +99,18 @@ def test_processor_times_are_what_was_measured() -> None:
     assert rows == [[str(n), *(f"{1000 * measured[n, way]:.1f}" for way in ways)] for n in (2, 4, 8)]
 
 
+def test_versions_that_were_tested_are_those_of_ci_and_of_the_gpu() -> None:
+    """CI has the versions of constraints.txt, and the interpreter that made the other figures."""
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert pinned is not None
+    cpu, gpu = (results(name)["versions"] for name in ("kernels.json", "gpu-h200-700001x48.json"))
+    python, on_gpu, gpu_torch = (
+        version.rpartition(".")[0] for version in (cpu["python"], gpu["python"], gpu["torch"])
+    )
+    tested = f"(tested: {python} with {pinned[1]}, and on a GPU {on_gpu} with {gpu_torch})"
+    assert tested in (ROOT / "README.md").read_text("utf-8")
+
+
 @pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
 def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
     seconds = {
