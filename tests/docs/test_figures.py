@@ -111,6 +111,12 @@ def test_versions_that_were_tested_are_those_of_ci_and_of_the_gpu() -> None:
     assert tested in (ROOT / "README.md").read_text("utf-8")
 
 
+def test_the_last_run_on_a_gpu_is_dated() -> None:
+    names = ("compaction-h200.json", "kernels-h200.json", "gpu-h200-700001x48.json")
+    (day,) = {results(name)["started"].partition("T")[0] for name in names}
+    assert f"ran on one H200, last on {day};" in page("usage.md")
+
+
 @pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
 def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
     seconds = {
