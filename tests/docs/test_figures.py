@@ -87,6 +87,36 @@ def test_loopback_is_what_was_measured(name: str) -> None:
         assert expected in [row[1:] for row in rows]
 
 
+def test_processor_times_are_what_was_measured() -> None:
+    measured = {
+        (found["workers"], found["setup"]["same_host"]): found["block"]["table"]["zenps"]["processor_seconds"]
+        for found in results("loopback-700001x48.json")["measurements"]
+        if (found["setup"]["partition"], found["setup"]["levels"]) == ("balanced", 1)
+    }
+    text = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    rows = cells(text.partition("## Processor time")[2].partition("\n## ")[0])[2:]
+    ways = ("memory", "tcp")
+    assert rows == [[str(n), *(f"{1000 * measured[n, way]:.1f}" for way in ways)] for n in (2, 4, 8)]
+
+
+def test_versions_that_were_tested_are_those_of_ci_and_of_the_gpu() -> None:
+    """CI has the versions of constraints.txt, and the interpreter that made the other figures."""
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    assert pinned is not None
+    cpu, gpu = (results(name)["versions"] for name in ("kernels.json", "gpu-h200-700001x48.json"))
+    python, on_gpu, gpu_torch = (
+        version.rpartition(".")[0] for version in (cpu["python"], gpu["python"], gpu["torch"])
+    )
+    tested = f"(tested: {python} with {pinned[1]}, and on a GPU {on_gpu} with {gpu_torch})"
+    assert tested in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_the_last_run_on_a_gpu_is_dated() -> None:
+    names = ("compaction-h200.json", "kernels-h200.json", "gpu-h200-700001x48.json")
+    (day,) = {results(name)["started"].partition("T")[0] for name in names}
+    assert f"ran on one H200, last on {day};" in page("usage.md")
+
+
 @pytest.mark.parametrize("workload", ["lstm", "deepfm", "nmt", "opt"])
 def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
     seconds = {

@@ -26,6 +26,7 @@ from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, s
 from tests.integration.progress import await_step, step_of
 from zenps.cli.status import drain
 from zenps.config.settings import ClusterConfig
+from zenps.schemes.registry import schemes
 
 STEPS = 60
 STEP_SECONDS = 0.03
@@ -97,8 +98,12 @@ class Training:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     """The weights of a run to which nothing happens."""
-    with Cluster() as cluster:
-        first, second = cluster.run(train, tmp_path_factory.mktemp("undisturbed"))
+    return _train_undisturbed({}, tmp_path_factory.mktemp("undisturbed"))
+
+
+def _train_undisturbed(settings: dict[str, object], path: Path) -> State:
+    with Cluster(settings=settings) as cluster:
+        first, second = cluster.run(train, path)
     _assert_equal(first, second)
     state: State = first
     return state
@@ -145,6 +150,23 @@ def test_survivors_take_a_lost_servers_slots(
     if code == 1:
         assert f"was silent for more than its lease of {LEASE_SECONDS:g} s; start it again" in victim.log
     assert f"server {lost} (host" in cluster.scheduler.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "scheme", [scheme.name for scheme in schemes() if scheme.engine == "servers" and scheme.name != "zenps"]
+)
+def test_a_server_is_lost_under_the_other_schemes_over_servers(scheme: str, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"sync.scheme": scheme}
+    (before := tmp_path / "undisturbed").mkdir()
+    undisturbed = _train_undisturbed(settings, before)
+    with Cluster(servers=3, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
+        training = Training(cluster, tmp_path)
+        cluster.servers[1].kill()
+        cluster.await_epoch(2)
+        training.await_steps(5)
+        for state in training.finish({"server1": -signal.SIGKILL}):
+            _assert_equal(state, undisturbed)
 
 
 def push_much(path: Path, until: Path) -> float:

@@ -23,6 +23,7 @@ from zenps.config.settings import SparsifierConfig
 from zenps.sparsifiers import Above, Sparsifier, Step, Task, sparsifier_class
 from zenps.sparsifiers.dgc import DGC
 from zenps.sparsifiers.exdyna import ExDyna
+from zenps.sparsifiers.registry import sparsifier_names
 from zenps.sparsifiers.topk import TopK
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
@@ -212,8 +213,8 @@ def train_past_losses(directory: Path, kills: int) -> tuple[dict[str, Tensor], i
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["exdyna", "topk"])
-@pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", sparsifier_names()[1:])
+@pytest.mark.parametrize("values", ["same", "int8"])
 def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.values": values}
     found = []

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scraping import await_samples
+from zenps.worker.backends.hierarchical.leader import Leader
+from zenps.worker.backends.peers.exchange import PeerExchange
 
 STALL_SECONDS = 1.0
 
@@ -55,3 +59,38 @@ def test_uneven_inputs_say_what_each_rank_waits_for(tmp_path: Path) -> None:
         for worker in workers:
             worker.result()
         assert text in cluster.scheduler.log
+
+
+def push_late(done: Path) -> Any:
+    """Rank 0 delays what follows once all ranks agree on a tensor."""
+    for kind, method in ((PeerExchange, "_exchange"), (Leader, "_distribute")) if zps.rank() == 0 else ():
+        setattr(kind, method, delayed(getattr(kind, method), done))
+    return zps.push_pull(torch.ones(100_000), "t", average=True).sum().item()
+
+
+def delayed(call: Callable[..., Any], done: Path) -> Callable[..., Any]:
+    def late(*args: Any) -> Any:
+        await_file(done)
+        return call(*args)
+
+    return late
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"sync.scheme": "allreduce"}, "ranks 0, 1: tensor 't' among workers, step 0"),
+        ({"sync.levels": 2}, "rank 0: tensor 't', step 0; rank 1: tensor 't' of rank(s) 0, step 0"),
+    ],
+    ids=["peers", "levels"],
+)
+def test_waits_of_workers_for_one_another_are_said(
+    settings: dict[str, object], text: str, tmp_path: Path
+) -> None:
+    settings = settings | {"cluster.stall_seconds": STALL_SECONDS}
+    with Cluster(workers=2, servers=1, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
+        workers = [cluster.start(push_late, tmp_path / "done", rank=rank) for rank in range(2)]
+        cluster.await_state("running")
+        await_stall(cluster, text)
+        (tmp_path / "done").touch()
+        assert [worker.result() for worker in workers] == [100_000.0] * 2

@@ -62,6 +62,9 @@ class NegotiatedRounds(ABC, Generic[R]):
         servers: over which ranks negotiate.
     """
 
+    _source = ""
+    """Where the result comes from once ranks agree, as words that follow the tensor's name."""
+
     def __init__(self, session: Session, servers: ServerBackend) -> None:
         self._session = session
         self._servers = servers
@@ -86,6 +89,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         """Starts the threads; they serve rounds until the lease ends."""
         for thread in self._threads:
             thread.start()
+        self._session.lease.wait_sources.append(self._oldest_wait)
         self._session.lease.call_at_end(self.fail)
 
     @property
@@ -131,6 +135,15 @@ class NegotiatedRounds(ABC, Generic[R]):
         except BaseException as error:
             self.fail(ZenPSError(f"the thread {threading.current_thread().name} ended: {error!r}"))
             raise
+
+    def _oldest_wait(self) -> tuple[str, float] | None:
+        """Returns the oldest round in flight that is negotiated, and when it began; None if there is none."""
+        with self._news:
+            for round_ in self._in_flight.values():
+                if (negotiation := round_.negotiation) is not None and negotiation.has_ended:
+                    step = negotiation.progress.step
+                    return f"tensor {round_.name!r}{self._source}, step {step}", round_.pending.progress.began
+        return None
 
     @abstractmethod
     def _shut_down(self) -> None:

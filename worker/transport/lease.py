@@ -87,8 +87,8 @@ class Lease:
     Attributes:
         view: membership and ring.
         joining: how many workers wait to be admitted, by the scheduler's latest message.
-        waits_for: what a caller waits for other than barriers and the channel, and since which monotonic
-            time.
+        wait_sources: each returns a wait for other ranks of which neither barriers nor the channel know: for
+            what, and since which time of ``time.perf_counter()``; None if there is none.
         failure: the error that has ended this worker's membership; None while it lasts.
         ended: gets ``failure`` as its exception.
     """
@@ -103,7 +103,7 @@ class Lease:
     ) -> None:
         self.view = membership.view
         self.joining = 0
-        self.waits_for: tuple[str, float] | None = None
+        self.wait_sources: list[Callable[[], tuple[str, float] | None]] = []
         self.failure: ZenPSError | None = None
         self.ended: Future[None] = Future()
         self._cluster = membership.cluster
@@ -272,8 +272,8 @@ class Lease:
             name, progress = oldest
             what = f"tensor {name!r}, step {progress.step}"
             waits.append((time.perf_counter() - progress.began, what[:MAX_WAIT]))
-        if (waiting := self.waits_for) is not None:
-            waits.append((now - waiting[1], waiting[0][:MAX_WAIT]))
+        for what, began in filter(None, [source() for source in self.wait_sources]):
+            waits.append((time.perf_counter() - began, what[:MAX_WAIT]))
         seconds, waits_for = max(waits, default=(0.0, ""))
         return waits_for, seconds
 

@@ -93,7 +93,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ge=0,
             le=WEEK_SECONDS,
         ),
-    ] = 60.0
+    ] = 45.0
     on_worker_loss: Annotated[
         Literal["fail", "continue"],
         Meta(

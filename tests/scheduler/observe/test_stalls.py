@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from zenps.config.settings import ClusterConfig
 from zenps.scheduler.observe.stalls import MAX_CHARACTERS, MAX_SHOWN, Stalls, Wait
+from zenps.scheduler.service import TICK_SECONDS
+from zenps.wire.scheduler_link import BEATS_PER_LEASE
 
 
 def stalled() -> Stalls:
@@ -20,6 +23,20 @@ def test_a_stall_names_what_every_rank_waits_for() -> None:
     assert stalls.text([0, 1, 2], 100.0) == text
     assert stalls.newly_named([0, 1, 2], 100.0) == f"workers have waited for one another for 70 s: {text}"
     assert stalls.longest == [Wait(0, "tensor 'x', step 12", 30.0)]
+
+
+def test_by_default_a_stall_is_named_within_a_minute() -> None:
+    """Although the wait began just after a heartbeat."""
+    cluster = ClusterConfig()
+    stalls = Stalls(cluster.stall_seconds)
+    beat_seconds = cluster.lease_seconds / BEATS_PER_LEASE
+    ticks = [number * TICK_SECONDS for number in range(round(60.0 / TICK_SECONDS))]
+    named = []
+    for now in ticks:
+        if beats := now // beat_seconds:
+            stalls.report(0, "barrier", beats * beat_seconds, beats * beat_seconds)
+        named += [message] if (message := stalls.newly_named([0, 1], now)) else []
+    assert len(named) == 1
 
 
 def test_there_is_none_before_the_limit_nor_after_the_wait_nor_of_a_rank_that_left() -> None:

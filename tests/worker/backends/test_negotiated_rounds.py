@@ -35,6 +35,7 @@ class TwoWorkers(Lease):
         workers = tuple(Member("worker", rank, "box", 49 + rank, "", "") for rank in range(2))
         self.view = View(1, 1, workers, (), b"", 1)
         self.ended: Future[None] = Future()
+        self.wait_sources = []
 
 
 class Silent(Channel):

@@ -27,7 +27,7 @@ from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import PeerLostError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
-from zenps.wire.fields import LAST_BARRIER
+from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
 from zenps.wire.frames import MAX_ENVELOPE_BYTES, Decoder, encode
 from zenps.wire.scheduler_link import new_register
 from zenps.wire.scheduler_messages import (
@@ -244,6 +244,19 @@ def test_heartbeats_name_the_view_that_the_channel_has_applied(rig: Rig) -> None
             assert isinstance(beat, Heartbeat)
         assert beat.epoch == expected
         go_on.set()
+
+
+def test_heartbeats_report_the_longest_wait(rig: Rig) -> None:
+    began = time.perf_counter() - 1000.0
+    rig.lease.wait_sources += [
+        lambda: None,
+        lambda: ("models, step 2", began + 900.0),
+        lambda: (f"tensor {MAX_WAIT * 'x'}", began),
+    ]
+    rig.await_heartbeats(1)  # it may have been on its way
+    assert isinstance(beat := rig.receive(DEADLINE_SECONDS), Heartbeat)
+    assert beat.waits_for == f"tensor {MAX_WAIT * 'x'}"[:MAX_WAIT]
+    assert 1000.0 <= beat.waited_seconds < 1000.0 + DEADLINE_SECONDS
 
 
 def test_the_thread_that_sends_heartbeats_never_takes_the_lock(

@@ -30,6 +30,7 @@ class Follower(HostRounds):
 
     def __init__(self, session: Session, servers: ServerBackend, arena: Arena, link: Link) -> None:
         super().__init__(session, servers, arena)
+        self._source = f" of rank(s) {link.rank}"
         self._link = link
         self._window = link.window
         self._dropped: deque[int] = deque()

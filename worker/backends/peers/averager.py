@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
 from queue import SimpleQueue
@@ -12,7 +11,7 @@ from typing import NamedTuple
 import xxhash
 from torch import Tensor
 
-from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
+from zenps.errors import DeadlineError, ZenPSError, listing
 from zenps.observe import log
 
 from ...core.pending import LeftError, Notifier, Pending, Waiting
@@ -23,6 +22,7 @@ from ...transport.channel import CLOSE_SECONDS
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
 from .average import average_within
+from .connection import why_broken
 from .schedule import Schedule, members_of
 
 
@@ -74,8 +74,10 @@ class GroupAverager:
         timeout_seconds = session.config.cluster.patience_seconds
         self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
+        self._wait: tuple[str, float] | None = None
         self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
         self._thread.start()
+        session.lease.wait_sources.append(lambda: self._wait)
         session.lease.call_at_end(self._fail)
 
     def average(self, name: str, step: int, tensors: Sequence[Tensor]) -> None:
@@ -100,7 +102,7 @@ class GroupAverager:
             pending.fail(self._failure)
         self._rounds.put(_Round(pending, transfer, members))
         others = [rank for rank in members if rank != self._group.rank]
-        self._session.lease.waits_for = f"models of rank(s) {listing(others)}, step {step}", time.monotonic()
+        self._wait = f"models of rank(s) {listing(others)}, step {step}", progress.began
         try:
             pending.wait()
         except DeadlineError as error:
@@ -111,7 +113,7 @@ class GroupAverager:
             self._fail(late)
             raise late from error
         finally:
-            self._session.lease.waits_for = None
+            self._wait = None
 
     def settle(self) -> None:
         """Waits for an average whose wait Ctrl-C has interrupted: its tensors are in use until it ends.
@@ -152,8 +154,7 @@ class GroupAverager:
                     self._average(round_)
                 del round_  # do not keep tensors until the next one
         except GroupError as error:
-            broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
-            self._fail(self._failure or self._session.lease.await_loss() or broken)
+            self._fail(self._failure or why_broken(self._session, error))
         except BaseException as error:
             self._fail(ZenPSError(f"the averager's thread ended: {error!r}"))
             raise

@@ -1,10 +1,11 @@
-"""Connection of all workers to one another: makes their process group."""
+"""Connection of all workers to one another: makes their process group, and names who is missing in it."""
 
 from __future__ import annotations
 
 import itertools
+import time
 
-from zenps.errors import PeerLostError
+from zenps.errors import PeerLostError, ZenPSError, listing
 from zenps.wire.addresses import find_host
 
 from ...transport.peer_group import GlooGroup, GroupError
@@ -34,6 +35,8 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
         return [row[2:].tobytes()[: int.from_bytes(row[:2].tobytes())] for row in rows]
 
     host = config.cluster.host or find_host(config.cluster.scheduler)
+    wait = "connections among workers", time.perf_counter()
+    session.lease.wait_sources.append(lambda: wait)
     try:
         return GlooGroup(rank, size, host, allgather)
     except GroupError as error:
@@ -41,3 +44,20 @@ def connect_workers(session: Session, servers: ServerBackend, purpose: str) -> G
             f"worker {rank} and the others do not reach one another: {error}; set cluster.host of "
             "each to an address of its machine that the others reach at any port"
         ) from error
+    finally:
+        session.lease.wait_sources.pop()
+
+
+def why_broken(session: Session, error: GroupError) -> ZenPSError:
+    """Returns why an exchange has failed: the loss that the scheduler reports in time, or else an error.
+
+    This error names the other rank, or all others if gloo does not say which.
+    """
+    others = [
+        worker
+        for worker in session.lease.view.workers
+        if worker.rank == error.rank or (error.rank < 0 and worker.rank != session.rank)
+    ]
+    return session.lease.await_loss() or PeerLostError(
+        f"the exchange with {listing(others)} has failed: {error.detail}; see their logs"
+    )

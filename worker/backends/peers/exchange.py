@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zenps.errors import MismatchError, PeerLostError, ZenPSError
+from zenps.errors import MismatchError, ZenPSError
 
 from ...core.pending import Pending
 from ...core.request import Request
@@ -26,6 +26,7 @@ from ..base import Session
 from ..negotiated_rounds import NegotiatedRounds
 from ..negotiation import Entries
 from ..servers import ServerBackend
+from .connection import why_broken
 from .transfer import LOCAL_ERRORS, PeerRound, PeerTransfer
 
 # Rounds that rank 0 names in one message at most.
@@ -41,6 +42,8 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         servers: over which ranks negotiate.
         group: of all ranks; nobody else may use it.
     """
+
+    _source = " among workers"
 
     def __init__(self, session: Session, servers: ServerBackend, group: Group) -> None:
         super().__init__(session, servers)
@@ -87,8 +90,7 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
                     self._await_negotiation()
         except GroupError as error:
             if self._failure is None:
-                broken = PeerLostError(f"the exchange among workers has failed: {error}; see their logs")
-                self.fail(self._session.lease.await_loss() or broken)
+                self.fail(why_broken(self._session, error))
 
     def _await_negotiation(self) -> None:
         with self._news:

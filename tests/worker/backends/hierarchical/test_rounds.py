@@ -64,6 +64,7 @@ class Held(Lease):
         workers = tuple(Member("worker", number, host, 49, "", "") for number, host in enumerate(hosts))
         self.view = View(1, rank, workers, (), b"", 1)
         self.ended: Future[None] = Future()
+        self.wait_sources = []
 
     def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
         return None
@@ -338,6 +339,8 @@ def test_a_leader_that_leaves_tells_its_follower_nothing(
     assert isinstance(outcome_of(leads), LeftError)
     told.assert_not_called()
     assert not follows.has_ended
+    (wait_source,) = beside.follower._session.lease.wait_sources
+    assert wait_source() == ("tensor 't' of rank(s) 1, step 0", follows.progress.began)
 
 
 def test_whether_there_is_work_is_known_without_a_search(alone: Host) -> None:

@@ -31,7 +31,6 @@ class Held(TwoWorkers):
 
     def __init__(self, loss: ZenPSError | None = None) -> None:
         super().__init__()
-        self.waits_for = None
         self._loss = loss
 
     def await_loss(self, is_over: Callable[[], bool] = lambda: False) -> ZenPSError | None:
@@ -84,7 +83,7 @@ def test_each_step_is_counted_once_however_many_models_there_are() -> None:
             for name, model in zip("ab", models, strict=True):
                 averager.settle()
                 averager.average(name, step, [model])
-                assert averager.lease.waits_for is None
+                assert averager.lease.wait_sources[0]() is None
         averager.close()
         assert not averager._thread.is_alive()
         return [model.tolist() for model in models], averager
@@ -123,7 +122,7 @@ def test_a_rank_that_comes_too_late_is_named_and_waited_for_no_more(unanswered: 
         with pytest.raises(DeadlineError, match=late):
             averager.average("a", step, [torch.ones(3)])
         assert unanswered.aborted.is_set()
-        assert averager.lease.waits_for is None
+        assert averager.lease.wait_sources[0]() is None
     averager.close()
 
 
@@ -137,7 +136,7 @@ LOST = PeerLostError("worker 1 is lost")
         (
             None,
             lambda averager: averager._group.abort(),
-            "exchange among workers has failed: rank 1: gone; see",
+            r"the exchange with worker 1 \(host box, pid 50\) has failed: gone; see their logs",
         ),
         (None, lambda averager: averager.lease.ended.set_exception(LOST), "worker 1 is lost"),
         (LOST, lambda averager: averager.close(), "this worker has left the cluster"),
@@ -151,8 +150,8 @@ def test_a_wait_ends_with_the_reason(
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(averager.average, "a", 2, [torch.ones(3)])
         assert unanswered.waits.wait(DEADLINE_SECONDS)
-        assert averager.lease.waits_for is not None
-        assert averager.lease.waits_for[0] == "models of rank(s) 1, step 2"
+        assert (wait := averager.lease.wait_sources[0]()) is not None
+        assert wait[0] == "models of rank(s) 1, step 2"
         end(averager)
         with pytest.raises(ZenPSError, match=message):
             waiting.result(DEADLINE_SECONDS)

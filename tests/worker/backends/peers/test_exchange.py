@@ -190,12 +190,28 @@ def test_a_rank_that_hears_of_an_agreement_later_is_waited_for(hub: Hub, ranks: 
     assert ranks[1].exchanged == ["late", "other"]
 
 
+def test_an_exchange_that_waits_for_a_rank_is_a_wait_of_this_one(hub: Hub, ranks: list[Rank]) -> None:
+    hub.withheld = {(1, "late")}
+    begun = [rank.push("late", 1.0) for rank in ranks]
+    first, second = (rank.lease.wait_sources[0] for rank in ranks)
+    assert first() == ("tensor 'late' among workers, step 0", begun[0].progress.began)
+    assert second() is None, "its negotiation has not ended: the channel knows that wait"
+    hub.withheld.clear()
+    hub.answer()
+    for pending in begun:
+        pending.wait()
+    assert (first(), second()) == (None, None)
+
+
 LOST = PeerLostError("worker 1 is lost")
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
-    [(LOST, "worker 1 is lost"), (None, "exchange among workers has failed: rank 1: gone; see their logs")],
+    [
+        (LOST, "worker 1 is lost"),
+        (None, r"the exchange with worker 1 \(host box, pid 50\) has failed: gone; see their logs"),
+    ],
 )
 def test_an_agreement_that_fails_on_one_rank_ends_the_job(
     loss: ZenPSError | None, message: str, hub: Hub, ranks: list[Rank]
