@@ -9,7 +9,7 @@ from torch import Tensor
 from zenps.errors import ConfigError
 from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
-from .keyspace import Feistel, Identity
+from .keyspace import Feistel
 from .layout import Layout
 from .placing import Shift
 
@@ -27,19 +27,18 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     halves: tuple[int, ...] = (1, 1)
     keys: tuple[int, ...] = (0, 0, 0, 0)
     tables: tuple[Tensor, ...] = ()
-    # Exact types: a subclass may change methods, and kernels would not know.
-    if type(permutation) is Identity:
-        kind = KINDS["identity"]
-    elif type(permutation) is Feistel:
-        kind = KINDS["feistel"]
-        halves, keys = (permutation.left_size, permutation.right_size), permutation.keys
-    else:
+    if not layout.is_built_in:
         kind = KINDS["table"]
         built = layout.tables()
         if built is None:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
             raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
         tables = tuple(built)
+    elif isinstance(permutation, Feistel):
+        kind = KINDS["feistel"]
+        halves, keys = (permutation.left_size, permutation.right_size), permutation.keys
+    else:
+        kind = KINDS["identity"]
     placing, unplacing = (_move(shift, device) for shift in (layout.placing, layout.unplacing))
     there = tuple(table.to(device) for table in tables) or (0, 0)
     granule_bits = layout.granule.bit_length() - 1

@@ -21,6 +21,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, ProtocolError, TensorError
 from zenps.kernels.native.tables import look_up
 
+from .keyspace import Feistel, Identity
 from .placing import place_slots
 from .ranges import ServerRanges
 from .strategies.base import KeySpace, Partition, PartitionStrategy
@@ -28,8 +29,9 @@ from .strategies.base import KeySpace, Partition, PartitionStrategy
 # A layout takes up to some 230 KB besides its tables.
 MAX_LAYOUTS = 1024
 
-# Granules of a layout whose tables are built at once: that takes a tenth of a second.
-SMALL_TABLE = 1 << 20
+# Granules of the largest tables in which rows are looked up: they are built in a tenth of a second. In tables
+# of ten times as many, which no cache holds, a look-up takes as long as computing.
+MAX_GRANULES = 1 << 20
 
 _BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
 
@@ -40,10 +42,8 @@ class Layout(ServerRanges):
     Row i is element i % granule of granule k = i // granule. The granule goes to the permuted
     position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
 
-    Where two int32 tables of one entry per granule fit in ``table_bytes``, calls look rows up there (measured
-    2 ns a row, against 17); otherwise each call computes. Large tables are built only after as many rows have
-    been computed as they have entries: a lookup of 10,000 rows of 100 million should not wait seconds for
-    them.
+    Calls look rows up in two int32 tables of one entry per granule, if these are small and fit in
+    ``table_bytes`` (measured 2 ns a row, against 8); otherwise each call computes.
 
     Args:
         rows: how many rows the tensor has, at least 1.
@@ -53,13 +53,13 @@ class Layout(ServerRanges):
         owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
         servers: the ranks of all servers, ascending.
         table_bytes: budget for the two tables.
-        is_lasting: False if the layout may not last: then small tables are built no sooner than large ones.
+        is_lasting: False if the layout may not last: then it is not worth tables.
 
     Attributes:
         rows_total: ``rows``, as given; ``size`` is this rounded up to whole granules.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
-        table_bytes: the size of the tables, built or not; 0 where positions are computed.
+        table_bytes: the size of the tables, built or not; 0 if there will be none.
 
     Raises:
         ConfigError: an argument is not as described.
@@ -82,12 +82,17 @@ class Layout(ServerRanges):
         self.rows_total = rows
         self._granule_bits = granule.bit_length() - 1
         self.permutation = partition.permutation
-        needed = 2 * 4 * granules
-        self.table_bytes = needed if needed <= table_bytes and granules <= 1 << 31 else 0
+        self._looks_up = is_lasting and granules <= MAX_GRANULES
+        needed, may_need = 2 * 4 * granules, self._looks_up or not self.is_built_in
+        self.table_bytes = needed if may_need and needed <= table_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
-        self._computed = SMALL_TABLE if is_lasting else 0
-        """How many granules were computed so far, with a head start: small tables are built at once."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """True if CUDA kernels can compute the permutation; they look any other one up in the tables."""
+        # Exact types: a subclass may change methods, and kernels would not know.
+        return type(self.permutation) in (Identity, Feistel)
 
     def positions(self, rows: Tensor) -> Tensor:
         """The position of each row: int64 ``[n]``, fresh memory.
@@ -140,10 +145,7 @@ class Layout(ServerRanges):
         return mapped.bitwise_left_shift_(self._granule_bits).bitwise_or_(values & (self.granule - 1))
 
     def _map_granules(self, values: Tensor, *, inverse: bool) -> Tensor:
-        if self._tables is None and self._computed < self.size // self.granule:
-            self._computed += values.numel()
-            return self._compute(values, inverse=inverse)
-        tables = self.tables()
+        tables = self.tables() if self._looks_up else None
         if tables is None:
             return self._compute(values, inverse=inverse)
         # Measured for 40 000 to 100 000 look-ups in 700 000 entries: index_select then long() is

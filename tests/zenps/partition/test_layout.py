@@ -89,15 +89,15 @@ def test_tables_equal_the_computation(name: str, granule: int) -> None:
     assert torch.equal(computed.rows(positions), drawn)
 
 
-def test_large_tables_are_built_once_as_many_rows_were_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.partition.layout.SMALL_TABLE", 1000)
-    layout, rows = make_layout("balanced", 6001, table_bytes=PLENTY), torch.arange(1000)
-    expected = make_layout("balanced", 6001).positions(rows)
-    for _ in range(6):
-        assert layout._tables is None
-        assert torch.equal(layout.positions(rows), expected)
-    assert torch.equal(layout.positions(rows), expected)
-    assert layout._tables is not None
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_large_tables_are_neither_built_nor_counted(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    expected = make_layout(name, 6001).positions(torch.arange(6001))
+    monkeypatch.setattr("zenps.partition.layout.MAX_GRANULES", 6000)
+    layout, small = make_layout(name, 6001), make_layout(name, 6000)
+    for _ in range(3):
+        assert torch.equal(layout.positions(torch.arange(6001)), expected)
+        assert layout.tables() is None
+    assert (layout.table_bytes, small.table_bytes) == (0, 8 * 6000)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -275,14 +275,15 @@ def test_the_other_strategies_are_not_balanced() -> None:
 def test_a_full_cache_keeps_the_layouts_of_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """One tensor has another size in each step, so that its layouts are used once."""
     monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 3)
-    cache = make_cache(table_bytes=3 * 8 * 1000)
+    cache = make_cache()
     first, second = cache.get(BALANCED, "a", 1000, 1), cache.get(BALANCED, "a", 999, 1)
+    assert first.table_bytes == 8 * 1000
     for rows in range(500, 600):
         assert cache.get(BALANCED, "a", 1000, 1) is first
-        assert cache.get(BALANCED, "a", rows, 1).table_bytes == 8 * rows, (
-            "a dropped one gives its budget back"
-        )
+        lasting = rows == 500
+        assert cache.get(BALANCED, "a", rows, 1).table_bytes == (8 * rows if lasting else 0)
         assert len(cache._layouts) <= 3
+    assert cache._unspent_bytes == PLENTY - 8 * 1000, "dropped ones give their budget back"
     again = cache.get(BALANCED, "a", 999, 1)
     assert again is not second
     every_row = torch.arange(999)
@@ -299,7 +300,7 @@ def test_one_tensor_too_many_does_not_make_every_layout_anew(monkeypatch: pytest
     assert 101 + steps <= misses <= 101 + 5 * steps
 
 
-def test_tables_of_a_layout_that_may_be_dropped_wait_for_their_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_may_be_dropped_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zenps.partition.layout.MAX_LAYOUTS", 2)
     cache, rows = make_cache(), torch.arange(1000)
     layouts = [cache.get(BALANCED, "a", count, 1) for count in (1998, 1999, 2000)]
@@ -308,9 +309,6 @@ def test_tables_of_a_layout_that_may_be_dropped_wait_for_their_use(monkeypatch: 
             layout.positions(rows), make_layout("balanced", layout.size, 1, [0, 1]).positions(rows)
         )
     assert [layout._tables is None for layout in layouts] == [False, False, True]
-    layouts[2].positions(rows)
-    layouts[2].positions(rows)
-    assert layouts[2]._tables is not None
 
 
 def test_layouts_that_are_used_no_more_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
