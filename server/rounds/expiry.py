@@ -38,7 +38,7 @@ def ending(
         deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = not peers <= passed and quiet_seconds <= RESUMED_SECONDS
+        is_wanted = not round_.resumed <= passed and quiet_seconds <= RESUMED_SECONDS
         return None if is_wanted else "nobody left"
     # Those that wait for the reply. If only lost ranks do, a present one may still come that lacks it.
     waiting = round_.held.keys() & peers or peers
