@@ -103,6 +103,33 @@ def test_a_joining_worker_gets_what_ranks_share() -> None:
     assert joined.shared_state()["layer"] == {"elements": SIZE, "step": 1}
 
 
+@pytest.mark.parametrize("name", ["topk", "micro"])
+def test_what_a_rank_has_loaded_is_shared_with_one_that_has_nothing_to_load(name: str) -> None:
+    """An elastic job may be saved without a lost rank, and resumed with all."""
+    saved, residuals = make(f"sync.sparsifier={name}"), Residuals()
+    for step in range(5):
+        saved.transform(Request(gradient(0), "layer", options(residuals)), step)
+    resumed, without = make(f"sync.sparsifier={name}"), make(f"sync.sparsifier={name}", rank=1)
+    resumed.load_state_dict(saved.state_dict())
+    shared = resumed.shared_state()
+    assert shared == saved.shared_state()
+    for each in (resumed, without):
+        each.adopt(shared)
+        made = each.transform(Request(gradient(0), "layer", options(Residuals())), 0)
+        assert made is not None
+        assert made.gradient.step.number == 5
+
+
+def test_a_loaded_state_that_is_damaged_is_not_shared() -> None:
+    made, residuals = make(), Residuals()
+    transform(made, gradient(0), 0, options(residuals))
+    state = made.state_dict()
+    for damaged in (None, {}, {"step": 3, "residual": 3}):
+        again = make()
+        again.load_state_dict(state | {"tensors": {"layer": damaged}})
+        assert again.shared_state() == {}
+
+
 def test_a_shared_state_of_a_tensor_that_has_another_size_now_is_not_taken() -> None:
     sparsification, residuals, joined = make(), Residuals(), make(rank=1)
     transform(sparsification, gradient(0), 0, options(residuals))
