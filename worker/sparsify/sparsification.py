@@ -197,6 +197,8 @@ class Sparsification:
         own = {name: each.shared_state() for name, each in sorted(self._feedback.items())}
         loaded = {}
         for name, state in self._loaded.items():
+            if name in self._shared:
+                continue
             with contextlib.suppress(KeyError, TypeError):  # the push that takes it says what is wrong
                 loaded[name] = shared_part(state, self.kind.exchange)
         return self._shared | own | loaded
@@ -234,11 +236,13 @@ class Sparsification:
             feedback.sparsifier, feedback.counts = self._new_sparsifier(request), None
         if step == 0:
             feedback.first_step = 0
+        if (state := self._loaded.pop(name, None)) is not None:
+            feedback.load_state_dict(name, state, step)
+        # Over what was loaded: a worker that joins a running job has saved its state in an earlier step.
+        if step == 0:
             shared = self._shared.pop(name, None)
             if shared is not None and shared["elements"] == tensor.numel():
                 feedback.adopt(shared)
-        if (state := self._loaded.pop(name, None)) is not None:
-            feedback.load_state_dict(name, state, step)
         self._feedback[name] = feedback
         return feedback
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -118,6 +119,20 @@ def test_what_a_rank_has_loaded_is_shared_with_one_that_has_nothing_to_load(name
         made = each.transform(Request(gradient(0), "layer", options(Residuals())), 0)
         assert made is not None
         assert made.gradient.step.number == 5
+
+
+def test_a_joining_worker_keeps_a_residual_that_it_has_loaded_and_takes_the_steps_of_the_others() -> None:
+    running, residuals, joining = make(), Residuals(), make()
+    transform(running, gradient(0), 0, options(residuals)).apply(gradient(0))
+    joining.load_state_dict(copy.deepcopy(running.state_dict()))
+    left = residuals.of("layer", SIZE, 1)[:, 0].clone()
+    for step in range(1, 5):
+        transform(running, gradient(0), step, options(residuals)).apply(gradient(0))
+    joining.adopt(running.shared_state())
+    assert joining.shared_state() == running.shared_state()
+    made = transform(joining, gradient(0), 0, options(Residuals()))
+    assert made.gradient.step.number == 5
+    assert torch.equal(made.gradient.residual, left)
 
 
 def test_a_loaded_state_that_is_damaged_is_not_shared() -> None:
