@@ -349,6 +349,42 @@ def test_the_present_ranks_share_what_rank_0_did() -> None:
         assert [error.kind for error in result["no rank"]] == ["UsageError", "UsageError"]
 
 
+def train_without_rank_0(unfreezes: bool, is_rank_2_late: bool) -> State:
+    """Rank 0 is killed before ranks agree on parameters. Rank 2 may know of it before it begins to."""
+    model = make_model()
+
+    def wrap() -> zps.DistributedOptimizer:
+        return zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+
+    if unfreezes:
+        model.out.weight.requires_grad_(False)
+        optimizer = wrap()
+    zps.push_pull(torch.ones(1), "all are here")
+    if zps.rank() == 0:
+        die()
+    while is_rank_2_late and zps.rank() == 2 and zps.size() > 2:
+        time.sleep(0.01)
+    if unfreezes:
+        model.out.weight.requires_grad_(True)
+    else:
+        optimizer = wrap()
+    loss_of(model, 0, zps.rank()).backward()
+    optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("unfreezes", "is_rank_2_late"),
+    [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.long)],
+)
+def test_ranks_agree_on_parameters_without_a_lost_one(unfreezes: bool, is_rank_2_late: bool) -> None:
+    with going_on() as cluster:
+        workers = [cluster.start(train_without_rank_0, unfreezes, is_rank_2_late, rank=rank) for rank in ALL]
+        first, second = (workers[rank].result() for rank in (1, 2))
+        cluster.drain()
+    assert_same(first, second)
+
+
 def test_a_worker_and_a_server_lost_within_one_round_end_it(tmp_path: Path) -> None:
     for result in lose_one("push", tmp_path, with_a_server=True):
         assert isinstance(result, Raised)
