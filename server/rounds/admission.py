@@ -242,5 +242,6 @@ class Admission:
         for rounds in self._refused_recoveries.values():
             rounds.pop(round_.key, None)
         peers = [push.peer for push in round_.refused.values()]
+        round_.resumed = frozenset(round_.refused)
         round_.refused, round_.refused_ranks = {}, set()
         return peers

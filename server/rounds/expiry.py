@@ -68,9 +68,11 @@ def ending(
         deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = not peers <= passed and quiet_seconds <= RESUMED_SECONDS
+        is_wanted = not round_.resumed <= passed and quiet_seconds <= RESUMED_SECONDS
         return None if is_wanted else "nobody left"
-    if round_.held.keys() <= passed:
+    # Those that wait for the reply. If only lost ranks do, a present one may still come that lacks it.
+    waiting = round_.held.keys() & peers or peers
+    if waiting <= passed:
         return "nobody left"
     if not round_.is_recovery and passed - round_.ranks:
         return "given up"

@@ -158,6 +158,8 @@ class ServerRound(Struct, eq=False):
     """By the rank that pushed."""
     refused_ranks: set[int] = set()
     """The ranks whose contributions they have; one push may stand for several."""
+    resumed: Set[int] = frozenset()
+    """The ranks whose pushes were refused before the round opened, and come again."""
     opened: float = 0.0
     held: dict[int, HeldPush] = {}
     """By the rank that pushed; of a push in fragments, the one that came first."""

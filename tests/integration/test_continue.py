@@ -6,6 +6,7 @@ import copy
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,13 @@ import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, Raised, attempt, await_file
 from tests.integration.embedding_model import OPTIMIZERS, Model, assert_same, loss_of, make_model, state_of
 from tests.integration.progress import await_step, report, step_of
+from zenps.wire.messages import Push
+from zenps.worker.core.pending import Pending
+from zenps.worker.core.transfer import Answer, EncodedTensor
 from zenps.worker.process import PROCESS
+from zenps.worker.rounds.states import Frames
 from zenps.worker.training import elastic
+from zenps.worker.transport.server_sockets import ServerSockets
 
 STEP_SECONDS = 0.03
 """Training would otherwise be over before anything can happen to it."""
@@ -343,6 +349,42 @@ def test_the_present_ranks_share_what_rank_0_did() -> None:
         assert [error.kind for error in result["no rank"]] == ["UsageError", "UsageError"]
 
 
+def train_without_rank_0(unfreezes: bool, is_rank_2_late: bool) -> State:
+    """Rank 0 is killed before ranks agree on parameters. Rank 2 may know of it before it begins to."""
+    model = make_model()
+
+    def wrap() -> zps.DistributedOptimizer:
+        return zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+
+    if unfreezes:
+        model.out.weight.requires_grad_(False)
+        optimizer = wrap()
+    zps.push_pull(torch.ones(1), "all are here")
+    if zps.rank() == 0:
+        die()
+    while is_rank_2_late and zps.rank() == 2 and zps.size() > 2:
+        time.sleep(0.01)
+    if unfreezes:
+        model.out.weight.requires_grad_(True)
+    else:
+        optimizer = wrap()
+    loss_of(model, 0, zps.rank()).backward()
+    optimizer.step()
+    return state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("unfreezes", "is_rank_2_late"),
+    [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.long)],
+)
+def test_ranks_agree_on_parameters_without_a_lost_one(unfreezes: bool, is_rank_2_late: bool) -> None:
+    with going_on() as cluster:
+        workers = [cluster.start(train_without_rank_0, unfreezes, is_rank_2_late, rank=rank) for rank in ALL]
+        first, second = (workers[rank].result() for rank in (1, 2))
+        cluster.drain()
+    assert_same(first, second)
+
+
 def test_a_worker_and_a_server_lost_within_one_round_end_it(tmp_path: Path) -> None:
     for result in lose_one("push", tmp_path, with_a_server=True):
         assert isinstance(result, Raised)
@@ -352,6 +394,48 @@ def test_a_worker_and_a_server_lost_within_one_round_end_it(tmp_path: Path) -> N
             "servers have changed, within this round" in result.text
             or "a server and then rank 1 were lost within one round" in result.text
         )
+
+
+def die_with_a_push_at_one_server() -> Tensor:
+    """Rank 2 pushes only to server 0, and is killed when that has its push."""
+    own = torch.arange(10) + 10 * zps.rank()
+    rows = torch.cat([own, torch.tensor([50])]).unsqueeze(0)
+    table = torch.sparse_coo_tensor(
+        rows, torch.full((11, 8), 1.0 + zps.rank()), (60, 8), check_invariants=True
+    )
+    if zps.rank() < 2:
+        return zps.push_pull(table, "x", average=False)
+    answers: list[Answer] = []
+    send, deliver = ServerSockets.send, Pending.deliver
+
+    def send_to_0(sockets: ServerSockets, rank: int, push: Push, frames: Frames) -> tuple[int, int]:
+        return send(sockets, rank, push, frames) if rank == 0 else (0, 0)
+
+    def note(pending: Pending, answer: Answer, last: bool) -> Sequence[EncodedTensor]:
+        answers.append(answer)
+        return deliver(pending, answer, last)
+
+    ServerSockets.send, Pending.deliver = send_to_0, note  # type: ignore[assignment, method-assign]
+    handle = zps.push_pull_async(table, "x", average=False)
+    while not answers:
+        zps.poll(handle)
+        time.sleep(0.01)
+    die()
+    return table
+
+
+def test_by_element_a_row_may_have_the_push_of_a_lost_rank_in_part() -> None:
+    settings = {"cluster.on_worker_loss": "continue", "sync.scheme": "zen"}
+    with Cluster(3, 2, settings, LEASE_SECONDS) as cluster:
+        workers = [cluster.start(die_with_a_push_at_one_server, rank=rank) for rank in ALL]
+        first, second = (workers[rank].result().to_dense() for rank in (0, 1))
+        cluster.drain()
+    assert torch.equal(first, second)
+    for rank in (0, 1):
+        assert torch.equal(first[10 * rank : 10 * rank + 10], torch.full((10, 8), 1.0 + rank))
+    assert set(first[20:30].unique().tolist()) == {0, 3}
+    assert set(first[50].unique().tolist()) <= {3, 6}
+    assert not first[30:50].any()
 
 
 def lose_an_answer(path: Path) -> Tensor:

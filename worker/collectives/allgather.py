@@ -13,9 +13,12 @@ from ..core.request import Options, Request
 from ..process import PROCESS
 
 _WORDS: Final = 32
-"""Words of 8 bytes in a row of :func:`allgather_bytes`: its key and mark add 1/16 or less to what travels."""
+"""Words of 8 bytes in a row of :func:`allgather_bytes`: its key and mask add 1/16 or less to what travels."""
 
 _ROW_BYTES: Final = 8 * _WORDS
+
+_FIRST_MASK: Final = 0x6A09_E667_F3BC_C908
+"""An arbitrary word that data hardly ever contain."""
 
 
 def allgather_int(value: int, name: str, options: Options = Options()) -> dict[int, int]:  # noqa: B008 - frozen
@@ -38,8 +41,8 @@ def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[i
     """Returns the bytes of all ranks, in order of rank. Each rank pushes its own and pulls all.
 
     The round sums a sparse table of int64 to which each rank contributes rows of its own: servers copy a row
-    that only one rank has. The first column of each row is 1: schemes that make a tensor dense return no row
-    of zeros.
+    that only one rank has. No element is 0, because each word is xored with a mask that is none of its rank's
+    words: schemes that do not sum by rows return zeros for what a server has summed without a lost rank.
 
     Args:
         data: this rank's: uint8 ``[sizes[rank]]`` on the CPU.
@@ -59,8 +62,11 @@ def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[i
     count, begin = counts[world.rank], begins[world.rank]
     padded = torch.zeros(count * _ROW_BYTES, dtype=torch.uint8, device="cpu")
     padded[: len(data)] = data
-    rows = torch.ones((count, 1 + _WORDS), dtype=torch.int64, device="cpu")
-    rows[:, 1:] = padded.view(torch.int64).view(count, _WORDS)
+    words = padded.view(torch.int64).view(count, _WORDS)
+    mask = next(mask for mask in itertools.count(_FIRST_MASK) if not (words == mask).any())
+    rows = torch.empty((count, 1 + _WORDS), dtype=torch.int64, device="cpu")
+    rows[:, 0] = mask
+    rows[:, 1:] = words ^ mask
     table = torch.sparse_coo_tensor(
         torch.arange(begin, begin + count, device="cpu").unsqueeze(0),
         rows,
@@ -71,12 +77,12 @@ def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[i
         check_invariants=False,
     )
     pulled = world.begin(Request(table, name, Options(purpose="control"))).wait()
-    numbers, words = pulled._indices()[0], pulled._values()[:, 1:]
+    numbers, rows = pulled._indices()[0], pulled._values()
     parts = {}
     for rank, size in sizes.items():
         ends = torch.tensor([begins[rank], begins[rank] + counts[rank]], device="cpu")
         first, last = torch.searchsorted(numbers, ends).tolist()
-        if last - first == counts[rank]:
-            own = words[first:last].clone(memory_format=torch.contiguous_format)
-            parts[rank] = own.view(-1).view(torch.uint8)[:size]
+        own = rows[first:last]
+        if last - first == counts[rank] and own.all():
+            parts[rank] = (own[:, 1:] ^ own[:, :1]).view(-1).view(torch.uint8)[:size]
     return parts

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from zenps.errors import MismatchError, TensorError, UsageError, listing
+from zenps.errors import MismatchError, PeerLostError, TensorError, UsageError, listing
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
@@ -25,6 +25,8 @@ from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_
 from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+T = TypeVar("T")
 
 
 def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
@@ -47,6 +49,24 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     check_alike(named, root_rank)
     with naming_root("parameters", root_rank):
         _overwrite(named, root_rank)
+
+
+def from_first_present(roots: Iterable[int], receive: Callable[[int], T]) -> T:
+    """Returns what ``receive`` returns for the first root that is not lost meanwhile.
+
+    Args:
+        roots: the ranks to try in turn; the same on all ranks.
+        receive: broadcasts from the root that it is given.
+
+    Raises:
+        PeerLostError: all roots were lost.
+    """
+    for root in roots:
+        with contextlib.suppress(RootLostError):
+            return receive(root)
+    raise PeerLostError(
+        "all workers that could be the root of a broadcast were lost; start the job again, from a checkpoint"
+    )
 
 
 @contextlib.contextmanager

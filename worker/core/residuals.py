@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zenps.errors import TensorError, UsageError
-from zenps.sparsifiers.base import Sparsifier
+from zenps.sparsifiers.base import Exchange, Sparsifier
 
 CPU: Final = torch.device("cpu")
 
@@ -88,6 +88,18 @@ class Feedback:
             f"{self.residual.dtype}; load that of the same model and settings, in whose first step the same "
             "parameters had gradients"
         )
+
+
+def shared_part(state: Mapping[str, Any], exchange: Exchange) -> dict[str, Any]:
+    """Returns the part of a saved state of a tensor that :meth:`Feedback.adopt` takes.
+
+    Raises:
+        KeyError, TypeError: ``state`` is not one that :meth:`Feedback.state_dict` has returned.
+    """
+    shared = {"elements": len(state["residual"]), "step": state["step"]}
+    if exchange != "agreed":
+        return shared
+    return shared | {"sparsifier": state["sparsifier"], "counts": state["counts"]}
 
 
 class Residuals:

@@ -31,7 +31,7 @@ from .sharder import Sharder
 from .sparse import SparseTransfer
 from .staged import StagedBlocks, StagedDense, empty_on
 from .streams import LONGEST_NAME, Plan, plan_streams
-from .transforms import TRANSFORMS
+from .transforms import TRANSFORMS, ByElement
 
 
 class Planner:
@@ -79,6 +79,8 @@ class Planner:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
         if not tensor.is_sparse or (transform := TRANSFORMS[self._wire.keys]) is None:
             return ()
+        if transform is ByElement:
+            return (ByElement(tensor, self._kernels, is_elastic=self._config.cluster.is_elastic),)
         return (transform(tensor, self._kernels),)
 
     def quantizes(self, request: Request) -> bool:

@@ -75,12 +75,15 @@ class ByElement(Transform):
     Args:
         tensor: sparse COO, on any device.
         kernels: for a tensor on the CPU.
+        is_elastic: True if elements of a row may be missing in a sum, where they become 0: if a worker is
+            lost that alone has pushed the row, one server may have its push and another not.
     """
 
-    def __init__(self, tensor: Tensor, kernels: Kernels) -> None:
+    def __init__(self, tensor: Tensor, kernels: Kernels, *, is_elastic: bool = False) -> None:
         self._shape, self._sparse_dim = tensor.shape, tensor.sparse_dim()
         self._rows, self._columns = table_shape(tensor)
         self._kernels = kernels
+        self._is_elastic = is_elastic
 
     def apply(self, tensor: Tensor) -> Tensor:
         summed = checked_sum(tensor, self._kernels)
@@ -99,9 +102,14 @@ class ByElement(Transform):
         elements = result._indices()[0]
         rows = elements[::columns] // columns
         whole = (rows.unsqueeze(1) * columns + torch.arange(columns, device=result.device)).view(-1)
-        if not torch.equal(whole, elements):
+        if torch.equal(whole, elements):
+            return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
+        if not self._is_elastic:
             raise ProtocolError("payload", f"elements that do not form whole rows of {columns}")
-        return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
+        rows, places = torch.unique_consecutive(elements // columns, return_inverse=True)
+        values = result._values().new_zeros((len(rows), columns))
+        values[places, elements % columns] = result._values()
+        return as_sparse(rows, values, self._shape, self._sparse_dim)
 
 
 TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {

@@ -20,7 +20,7 @@ from zenps.sparsifiers.base import Sparsifier, Step, Task
 from zenps.sparsifiers.registry import sparsifier_class
 
 from ..core.request import Request, turn_of, without_turn
-from ..core.residuals import CPU, Feedback, Rounding
+from ..core.residuals import CPU, Feedback, Rounding, shared_part
 from ..core.statistics import Statistics
 from ..core.transfer import Transfer, Transform
 from ..encode.accelerator import Accelerator, Accelerators
@@ -195,7 +195,13 @@ class Sparsification:
         """Returns what ranks have in common of all tensors, for workers that join. It refers to tensors."""
         # A worker that has joined and has not pushed a tensor since still has the state that it got.
         own = {name: each.shared_state() for name, each in sorted(self._feedback.items())}
-        return self._shared | own
+        loaded = {}
+        for name, state in self._loaded.items():
+            if name in self._shared:
+                continue
+            with contextlib.suppress(KeyError, TypeError):  # the push that takes it says what is wrong
+                loaded[name] = shared_part(state, self.kind.exchange)
+        return self._shared | own | loaded
 
     def adopt(self, shared: Mapping[str, Any]) -> None:
         """Continues from another rank's :meth:`shared_state`; each tensor takes its own in its step 0."""
@@ -230,11 +236,13 @@ class Sparsification:
             feedback.sparsifier, feedback.counts = self._new_sparsifier(request), None
         if step == 0:
             feedback.first_step = 0
+        if (state := self._loaded.pop(name, None)) is not None:
+            feedback.load_state_dict(name, state, step)
+        # Over what was loaded: a worker that joins a running job has saved its state in an earlier step.
+        if step == 0:
             shared = self._shared.pop(name, None)
             if shared is not None and shared["elements"] == tensor.numel():
                 feedback.adopt(shared)
-        if (state := self._loaded.pop(name, None)) is not None:
-            feedback.load_state_dict(name, state, step)
         self._feedback[name] = feedback
         return feedback
 

@@ -126,6 +126,9 @@ class TrainingState:
                 optimizer.adopt_agreement(root)
             broadcast_optimizer_state(optimizer, root)
         if (sparsification := PROCESS.world.sparsification) is not None:
-            sparsification.adopt(broadcast_state(sparsification.shared_state, root, "sparsifier"))
+            # In a resumed job the root may have nothing, if it was lost before the others saved their states.
+            holders = allgather_int(int(bool(sparsification.shared_state())), "state/sparsifier")
+            holder = root if root in holders else min(holders, default=root)
+            sparsification.adopt(broadcast_state(sparsification.shared_state, holder, "sparsifier"))
         values = broadcast_state(lambda: [self.__dict__[name] for name in self._names], root, "values")
         self.__dict__.update(zip(self._names, values, strict=True))

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from zenps.errors import MismatchError, UsageError, listing
 
 from ..collectives.allgather import allgather_int
+from ..collectives.broadcast import from_first_present
 from ..process import PROCESS
 from .optimizer import DistributedOptimizer
 
@@ -84,20 +86,20 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
     for number, optimizer in enumerate(optimizers):
         optimizer.drop_leftovers(f"{_NAME}/{number}")
         if rounds.was_uneven:
-            optimizer.adopt(rounds.last, f"{_NAME}/{number}")
+            from_first_present(rounds.last, partial(optimizer.adopt, name=f"{_NAME}/{number}"))
 
 
 class _Rounds:
     """The rounds in which ranks say what they do next.
 
     Attributes:
-        last: a rank whose input has ended last.
+        last: the ranks whose input has ended last.
         was_uneven: whether the input of a rank has ended while others took steps.
     """
 
     def __init__(self, optimizers: Sequence[DistributedOptimizer]) -> None:
         self._optimizers = optimizers
-        self.last = 0
+        self.last: Iterable[int] = ()
         self.was_uneven = False
 
     def announcer(self, number: int) -> Callable[[bool], None]:
@@ -125,7 +127,7 @@ class _Rounds:
         by_rank = allgather_int(said, f"{_NAME}/next")
         steps = {rank: each for rank, each in by_rank.items() if each != ENDED}
         if steps:
-            self.last = min(steps)
+            self.last = steps.keys()
             self.was_uneven |= len(steps) < len(by_rank)
         if len(set(steps.values())) > 1:
             ranks = [

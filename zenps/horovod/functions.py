@@ -143,11 +143,17 @@ def join(device: int = -1) -> int:
         the rank that has called this last.
 
     Raises:
-        UsageError: ``sync.consistency = ds-sync`` averages models.
+        UsageError: ``sync.consistency = ds-sync`` averages models; or with ``cluster.on_worker_loss =
+            continue`` the job goes on without a lost rank, for which this would wait.
         MismatchError: the other ranks make different calls at the same time.
         DeadlineError: a rank has neither made a call nor joined within ``cluster.deadline_seconds``.
         PeerLostError: a node was lost.
     """
     if PROCESS.world.averages_models:
         raise UsageError("join: expected gradients to be averaged, got sync.consistency = ds-sync; use bsp")
+    if PROCESS.world.is_elastic:
+        raise UsageError(
+            "join: expected a job that ends if a rank is lost, got cluster.on_worker_loss = continue; wrap "
+            'the optimizer in zps.DistributedOptimizer, and its loop in "with zps.join(optimizer):"'
+        )
     return TURNS.join()

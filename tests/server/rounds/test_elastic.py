@@ -121,6 +121,20 @@ def test_what_a_lost_rank_had_pushed_again_itself_counts() -> None:
     assert reduced(push(rounds, 1, again=True, ring=2)) == [0, 1, 2]
 
 
+def test_a_round_that_only_a_lost_rank_had_pushed_again_ends_once_the_others_have_passed_it() -> None:
+    rounds = make_rounds(2)
+    push(rounds, 2, again=True, ring=2)
+    follow(rounds, (0, 1), 2)
+    following = Key("t", 1, 0)
+    push(rounds, 0, following, ring=2)
+    rounds.on_tick(20.0)
+    assert rounds.open_rounds == 2, "rank 1 may lack the reply"
+    assert reduced(push(rounds, 1, following, ring=2)) == [0, 1]
+    finish(rounds, following)
+    assert rounds.on_tick(20.0) == []
+    assert rounds.open_rounds == 0
+
+
 def test_rounds_of_the_present_ring_continue_without_a_lost_rank() -> None:
     rounds = make_rounds(2)
     follow(rounds, (0, 1), 2)

@@ -786,7 +786,11 @@ def test_a_round_that_is_given_up_is_offered_to_nobody() -> None:
     _, resume = finish(rounds, first, FixedOutcome(first))
     assert resume == Reply([peer_of(0)], Resume(1, "b", 0, 0))
     assert rounds.on_give_up(0, GiveUp(1, "b", 0), 0.0) == []
-    assert rounds.open_rounds == 1, "rank 1 may still push it"
+    assert rounds.open_rounds == 0
+    assert rounds.on_push(make_held(1, Key("b", 0, 0), BUSY_SIZE), 0.0) == []
+    (failed,) = rounds.on_tick(1.0)
+    assert isinstance(failed, Reply)
+    assert isinstance(failed.message, Failure), "rank 1 has pushed what rank 0 gave up"
 
 
 def test_a_refused_round_that_another_rank_gives_up_fails() -> None:
@@ -1253,6 +1257,18 @@ def test_a_round_that_is_pushed_for_all_opens_beyond_the_budget_if_every_open_on
         busy = [Reply([peer_of(rank)], Busy(1, *key))]
         assert rounds.on_push(make_held(rank, key, 4000, stands_for=(rank + 1,)), 0.0) == busy
     assert rounds.on_tick(0.5) == [Reply([peer_of(0), peer_of(2)], Resume(1, *key))]
+
+
+def test_a_resumed_round_that_all_who_were_refused_give_up_makes_room() -> None:
+    """The ranks for which they stand push nothing, and give nothing up."""
+    rounds, key = make_rounds(4, budget_bytes=8 * ROUND_BYTES), Key("b", 0, 0)
+    rounds.on_push(make_held(0, KEY, stands_for=(1,)), 0.0)
+    for rank in (0, 2):
+        rounds.on_push(make_held(rank, key, 4000, stands_for=(rank + 1,)), 0.0)
+    assert len(rounds.on_tick(0.5)) == 1
+    for rank, left in ((0, 2), (2, 1)):
+        assert rounds.on_give_up(rank, GiveUp(1, *key[:2]), 0.5) == []
+        assert rounds.open_rounds == left
 
 
 def test_ranks_that_one_push_stands_for_are_waited_for_together() -> None:

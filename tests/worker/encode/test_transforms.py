@@ -66,6 +66,15 @@ def test_a_sum_of_parts_of_rows_is_refused(elements: list[int]) -> None:
         ByElement(tensor, KERNELS).undo(total)
 
 
+def test_in_an_elastic_job_a_sum_lacks_elements_that_only_a_lost_rank_has_pushed() -> None:
+    tensor = sparse([4], torch.ones(1, 2), (9, 2))
+    total = sparse([1, 8, 9, 12], torch.arange(1.0, 5.0), (18,)).coalesce()
+    result = ByElement(tensor, KERNELS, is_elastic=True).undo(total)
+    assert result.is_coalesced()
+    assert result.indices().tolist() == [[0, 4, 6]]
+    assert result.values().tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 0.0]]
+
+
 @settings(deadline=None, max_examples=100)
 @given(
     shape=st.sampled_from(SMALL_SHAPES),

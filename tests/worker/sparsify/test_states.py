@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -101,6 +102,47 @@ def test_a_joining_worker_gets_what_ranks_share() -> None:
         assert [one.gradient.step.number for one in made] == [5, 6, 0], "once"
         assert not made[0].gradient.residual.any()
     assert joined.shared_state()["layer"] == {"elements": SIZE, "step": 1}
+
+
+@pytest.mark.parametrize("name", ["topk", "micro"])
+def test_what_a_rank_has_loaded_is_shared_with_one_that_has_nothing_to_load(name: str) -> None:
+    """An elastic job may be saved without a lost rank, and resumed with all."""
+    saved, residuals = make(f"sync.sparsifier={name}"), Residuals()
+    for step in range(5):
+        saved.transform(Request(gradient(0), "layer", options(residuals)), step)
+    resumed, without = make(f"sync.sparsifier={name}"), make(f"sync.sparsifier={name}", rank=1)
+    resumed.load_state_dict(saved.state_dict())
+    shared = resumed.shared_state()
+    assert shared == saved.shared_state()
+    for each in (resumed, without):
+        each.adopt(shared)
+        made = each.transform(Request(gradient(0), "layer", options(Residuals())), 0)
+        assert made is not None
+        assert made.gradient.step.number == 5
+
+
+def test_a_joining_worker_keeps_a_residual_that_it_has_loaded_and_takes_the_steps_of_the_others() -> None:
+    running, residuals, joining = make(), Residuals(), make()
+    transform(running, gradient(0), 0, options(residuals)).apply(gradient(0))
+    joining.load_state_dict(copy.deepcopy(running.state_dict()))
+    left = residuals.of("layer", SIZE, 1)[:, 0].clone()
+    for step in range(1, 5):
+        transform(running, gradient(0), step, options(residuals)).apply(gradient(0))
+    joining.adopt(running.shared_state())
+    assert joining.shared_state() == running.shared_state()
+    made = transform(joining, gradient(0), 0, options(Residuals()))
+    assert made.gradient.step.number == 5
+    assert torch.equal(made.gradient.residual, left)
+
+
+def test_a_loaded_state_that_is_damaged_is_not_shared() -> None:
+    made, residuals = make(), Residuals()
+    transform(made, gradient(0), 0, options(residuals))
+    state = made.state_dict()
+    for damaged in (None, {}, {"step": 3, "residual": 3}):
+        again = make()
+        again.load_state_dict(state | {"tensors": {"layer": damaged}})
+        assert again.shared_state() == {}
 
 
 def test_a_shared_state_of_a_tensor_that_has_another_size_now_is_not_taken() -> None:

@@ -248,6 +248,40 @@ def test_ranks_choose_another_root_if_theirs_is_lost(monkeypatch: pytest.MonkeyP
     assert asked == [0, 2]
 
 
+class Shared:
+    """A sparsification whose state ``adopt`` replaces."""
+
+    def __init__(self, state: dict[str, int]) -> None:
+        self.state = state
+
+    def shared_state(self) -> dict[str, int]:
+        return self.state
+
+    def adopt(self, shared: dict[str, int]) -> None:
+        self.state = shared
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("holders", "holder"), [((), 0), ((1, 2), 1), ((0, 1, 2), 0)])
+def test_a_root_without_a_sparsifier_state_gets_that_of_another_rank(
+    holders: Sequence[int], holder: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PROCESS.world, "sparsification", Shared({}), raising=False)
+    asked = {}
+
+    def broadcast(state: Callable[[], object], root: int, name: str) -> object:
+        asked[name] = root
+        return state()
+
+    def gather(said: int, name: str) -> dict[int, int]:
+        return dict.fromkeys(holders if name == "state/sparsifier" else (0, 1, 2), 1)
+
+    monkeypatch.setattr(elastic, "allgather_int", gather)
+    monkeypatch.setattr(elastic, "broadcast_state", broadcast)
+    zps.TrainingState(step=3)
+    assert asked == {"sparsifier": holder, "values": 0}
+
+
 @pytest.mark.usefixtures("alone")
 def test_optimizers_are_drained_before_workers_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, world = torch.nn.Linear(2, 1), PROCESS.world

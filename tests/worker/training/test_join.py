@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 import zenps as zps
 from tests.worker.training.test_optimizer import FakeWorld, Model, train_one_step, wrap
+from zenps.errors import PeerLostError
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
+from zenps.worker.encode.dense import RootLostError
 from zenps.worker.process import PROCESS
 from zenps.worker.training.join import ENDED
 
@@ -76,3 +79,37 @@ def test_a_warning_says_that_an_uneven_block_leaves_different_scales(
         train_one_block(ElasticWorld((0, 1), has_ended=has_ended), monkeypatch, scaler)
     advice = "scaler.load_state_dict(zps.broadcast_object(scaler.state_dict()))"
     assert sum(advice in str(each.message) for each in caught) == (has_ended and is_scaled)
+
+
+class LongerWorld(FakeWorld):
+    """Ranks 0, which is this one, 1 and 2, which have one batch more than this one."""
+
+    most = 3
+    ranks = (0, 1, 2)
+
+    def begin(self, request: Request) -> Pending:
+        if request.name == "join/next":
+            request.tensor[1:] = 2 if self.pushed["join/next"] < 2 else ENDED
+        return super().begin(request)
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (1, 2)])
+def test_the_state_is_that_of_the_first_rank_that_is_not_lost_of_those_that_have_taken_all_steps(
+    lost: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PROCESS, "_world", LongerWorld())
+    model = Model()
+    optimizer, asked = wrap(model), list[int]()
+
+    def adopt(root_rank: int, name: str) -> None:
+        asked.append(root_rank)
+        if root_rank in lost:
+            raise RootLostError
+
+    monkeypatch.setattr(optimizer, "adopt", adopt)
+    expected: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if lost == (1, 2):
+        expected = pytest.raises(PeerLostError, match="from a checkpoint")
+    with expected, zps.join(optimizer):
+        train_one_step(model, optimizer)
+    assert asked == [1, 2][: 1 + len(lost)]

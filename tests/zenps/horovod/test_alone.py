@@ -15,6 +15,7 @@ import zenps as zps
 import zenps.horovod as hvd
 from zenps.errors import UsageError
 from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
+from zenps.worker.process import PROCESS
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +133,14 @@ def test_arguments_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     *earlier, _ = [each() for _, each in TURNS._steppers]
     assert earlier[-1] is optimizer
     assert None not in earlier, "one that was dropped"
+
+
+def test_join_is_refused_in_an_elastic_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for a rank that is lost."""
+    assert hvd.join() == 0
+    monkeypatch.setattr(PROCESS.world, "is_elastic", True, raising=False)
+    with pytest.raises(UsageError, match=r"on_worker_loss = continue; .* zps.join\(optimizer\)"):
+        hvd.join()
 
 
 def test_the_join_of_zenps_names_that_of_horovod() -> None:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from zenps.errors import MismatchError, UsageError, listing
 
 from ...collectives.allgather import allgather_int
-from ...collectives.broadcast import broadcast_object, named_pairs
+from ...collectives.broadcast import broadcast_object, from_first_present, named_pairs
 from ...core.interrupts import MASK
 from ...core.pending import Pending
 from ...core.request import Request
@@ -193,7 +193,12 @@ class ParameterAgreement:
         self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
 
     def _agree_on_names(self, own: dict[str, Parameter], what: str = "names") -> list[str]:
-        root = min(PROCESS.world.ranks)
+        world = PROCESS.world
+        # In an elastic job, ranks may know of different workers.
+        roots = allgather_int(1, f"{self._prefix}:roots") if world.is_elastic else sorted(world.ranks)
+        return from_first_present(roots, lambda root: self._compare_names(own, root, what))
+
+    def _compare_names(self, own: dict[str, Parameter], root: int, what: str) -> list[str]:
         names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/{what}")
         differing = set(names) ^ own.keys()
         if others := allgather_int(len(differing), f"{self._prefix}:differing"):
