@@ -14,7 +14,6 @@ from zenps.config.sizes import message_bytes
 from zenps.config.sources import kernel_threads
 from zenps.errors import UsageError
 from zenps.kernels.factory import make_kernels
-from zenps.partition.device_layout import device_layout_on
 from zenps.schemes.base import Scheme
 from zenps.wire.blocks import PHASES
 from zenps.wire.shared_memory.arena import Arena
@@ -22,7 +21,7 @@ from zenps.wire.shared_memory.arena import Arena
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
 from ..core.transfer import Transfer, Transform
-from .accelerator import Accelerator, Accelerators, OnDevices
+from .accelerator import Accelerator, Accelerators, DeviceLayouts
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedSparse
@@ -54,7 +53,7 @@ class Planner:
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
         self._accelerators = Accelerators(config.cluster.patience_seconds)
-        self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
+        self._device_layouts = DeviceLayouts()
 
     def count_names(self, request: Request) -> int:
         """Returns how many names the tensor's rounds take: one for each stream.

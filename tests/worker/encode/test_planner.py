@@ -28,11 +28,10 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
 from zenps.config.settings import ClusterConfig, Config, CudaConfig, SyncConfig
 from zenps.errors import TensorError
-from zenps.partition.device_layout import device_layout_on
 from zenps.schemes.registry import scheme_of
 from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.request import Options, Request
-from zenps.worker.encode.accelerator import OnDevices
+from zenps.worker.encode.accelerator import DeviceLayouts
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 
@@ -148,7 +147,7 @@ def test_a_device_compacts_as_the_settings_say(
 
 
 def test_what_a_device_reads_of_a_layout_lives_as_long_as_that() -> None:
-    made = OnDevices(device_layout_on, lambda layout: layout.tensors)
+    made = DeviceLayouts()
     layout = make_layout("parallel", 70_000, 1, [0, 1], 0)
     assert made.of(ACCELERATOR, layout) is made.of(ACCELERATOR, layout)
     there = weakref.ref(made.of(ACCELERATOR, layout).tensors[0])
