@@ -165,12 +165,14 @@ class Accelerators:
         self._made: dict[torch.device, Accelerator] = {}
         self._lock = threading.Lock()
 
-    def of(self, device: torch.device) -> Accelerator:
-        """Returns the accelerator of a device, which is not the CPU.
+    def of(self, device: torch.device) -> Accelerator | None:
+        """Returns the accelerator of a device; None for the CPU.
 
         Raises:
             ConfigError: CuPy is not installed.
         """
+        if device.type == "cpu":
+            return None
         with self._lock:
             if device not in self._made:
                 self._made[device] = CudaAccelerator(device, self._deadline_seconds)

@@ -104,7 +104,7 @@ class Planner:
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         tensor, name, options = request
-        gpu = self._accelerator(tensor)
+        gpu = self._accelerators.of(tensor.device)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, arena)
         if self._in_blocks and (plan := self._plan(request)) is not None:
@@ -161,7 +161,3 @@ class Planner:
         if not options.is_dropped and options.rounding is None:
             residual = options.residuals.of(name, rows, columns, device=device)
         return Quantizer(codec, residual, empty, options.parts, options.rounding)
-
-    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
-        """Returns the accelerator of the tensor's device; None for the CPU."""
-        return None if tensor.is_cpu else self._accelerators.of(tensor.device)

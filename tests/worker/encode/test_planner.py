@@ -44,7 +44,7 @@ def arena() -> Iterator[Arena]:
 
 
 def on_a_device(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    monkeypatch.setattr(planner, "_accelerator", lambda _: ACCELERATOR)
+    monkeypatch.setattr(planner._accelerators, "of", lambda _: ACCELERATOR)
     return planner
 
 
@@ -141,7 +141,7 @@ def test_a_device_compacts_as_the_settings_say(
     planner = Planner(config, scheme, Sharder(config, scheme.wire, view_of([0, 1])))
     accelerator, launcher = HostAccelerator(), RecordingLauncher()
     accelerator.launcher = launcher
-    monkeypatch.setattr(planner, "_accelerator", lambda _: accelerator)
+    monkeypatch.setattr(planner._accelerators, "of", lambda _: accelerator)
     prepared(planner.begin(Request(rows_of(600), "weight"), 0))
     assert kernel in launcher.launched
 

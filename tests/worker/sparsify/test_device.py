@@ -57,7 +57,7 @@ def make(gpu: Accelerator | None, *sets: str, kind: type[Sparsifier] | None = No
     assert made is not None
     made.kind = kind or made.kind
     if gpu is not None:
-        made._accelerator = lambda _: gpu  # type: ignore[assignment]
+        made._accelerators.of = lambda _: gpu  # type: ignore[assignment]
     return made
 
 
