@@ -30,7 +30,7 @@ from .sharder import Sharder
 from .sparse import SparseTransfer
 from .staged import StagedBlocks, StagedDense, empty_on
 from .streams import LONGEST_NAME, Plan, plan_streams
-from .transforms import TRANSFORMS
+from .transforms import wire_transforms
 
 
 class Planner:
@@ -74,11 +74,9 @@ class Planner:
             return [(request.name, step)]
         return [(f"{request.name}#{stream}", step * PHASES) for stream in range(plan.streams)]
 
-    def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
+    def transforms(self, tensor: Tensor) -> list[Transform]:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
-        if not tensor.is_sparse or (transform := TRANSFORMS[self._wire.keys]) is None:
-            return ()
-        return (transform(tensor, self._kernels),)
+        return wire_transforms(self._wire.keys, tensor, self._kernels)
 
     def quantizes(self, request: Request) -> bool:
         """Returns whether the tensor's values are quantized: those of float32 gradients, over servers."""

@@ -104,9 +104,21 @@ class ByElement(Transform):
         return as_sparse(rows, result._values(), self._shape, self._sparse_dim)
 
 
-TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
+_TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
     "rows": None,
     "elements": ByElement,
     "none": Densified,
 }
 """The transform of a sparse tensor, by what its positions count."""
+
+
+def wire_transforms(keys: Keys, tensor: Tensor, kernels: Kernels) -> list[Transform]:
+    """Returns the transforms that a scheme applies to a tensor before it is encoded; none to a strided one.
+
+    Args:
+        keys: what positions count in the scheme.
+        tensor: on any device.
+        kernels: for a tensor on the CPU.
+    """
+    kind = _TRANSFORMS[keys] if tensor.is_sparse else None
+    return [] if kind is None else [kind(tensor, kernels)]
