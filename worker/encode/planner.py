@@ -61,7 +61,7 @@ class Planner:
         Raises:
             UsageError: the name is too long for a tensor in streams.
         """
-        if not self._in_blocks or (plan := self._plan(request)) is None:
+        if (plan := self._plan(request)) is None:
             return 1
         if len(request.name) > LONGEST_NAME:
             reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
@@ -70,7 +70,7 @@ class Planner:
 
     def first_rounds(self, request: Request, step: int) -> list[tuple[str, int]]:
         """Returns the rounds with which the tensor begins: name and step of each, as servers know them."""
-        if not self._in_blocks or (plan := self._plan(request)) is None:
+        if (plan := self._plan(request)) is None:
             return [(request.name, step)]
         return [(f"{request.name}#{stream}", step * PHASES) for stream in range(plan.streams)]
 
@@ -105,7 +105,7 @@ class Planner:
         gpu = self._accelerators.of(tensor.device)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, arena)
-        if self._in_blocks and (plan := self._plan(request)) is not None:
+        if (plan := self._plan(request)) is not None:
             shardings = self._sharder.ring.shard_streams(name, plan.streams)
             if gpu is None:
                 return BlockTransfer(tensor, plan, shardings, self._pool)
@@ -138,7 +138,7 @@ class Planner:
 
     def _plan(self, request: Request) -> Plan | None:
         """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""
-        if not request.options.is_reduction:
+        if not self._in_blocks or not request.options.is_reduction:
             return None
         tensor = request.tensor
         sync, max_bytes = self._config.sync, message_bytes(self._config)
