@@ -88,10 +88,6 @@ class WorkerRounds:
         """The newest watermark that the scheduler has begun."""
         self._before_watermark: set[tuple[str, int]] = set()
         """Rounds in flight that began before the newest watermark reached this worker."""
-        self.resharded = 0
-        """How often a round in flight was resharded."""
-        self.recalled = 0
-        """How often a round that had ended here was pushed again for another rank."""
 
     @property
     def in_flight(self) -> int:
@@ -130,7 +126,6 @@ class WorkerRounds:
             round_.state = ROUND[round_.state]["ring changed"]
             round_.unanswered, round_.fragments = {}, {}
             if round_.state in AWAITED:
-                self.resharded += 1
                 actions.append(Reshard(round_))
             else:
                 self._kept[key] = self._in_flight.pop(key)
@@ -304,7 +299,6 @@ class WorkerRounds:
             round_ = self._in_flight[key] = self._kept.pop(key)
             round_.state = ROUND[round_.state]["wanted"]
             round_.deadline = math.inf
-            self.recalled += 1
             if round_.ring_epoch != self._ring_epoch:
                 round_.again = True
                 round_.sent_again = {}
