@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket as net
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -213,7 +212,7 @@ class ClusterWorld(World):
         self._recorder = recorder
         self._opened = opened
         self.has_reduced = False
-        self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
+        self.local_rank = session.ranks_here.index(self.rank) if local_rank is None else local_rank
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -221,7 +220,7 @@ class ClusterWorld(World):
 
     @property
     def local_size(self) -> int:
-        return len(self._ranks_here())
+        return len(self._session.ranks_here)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -274,10 +273,6 @@ class ClusterWorld(World):
     def _push_staged(self) -> None:
         """Pushes tensors that a device still prepares; others may wait for these while this rank waits."""
         self._servers.flush(time.monotonic() + self._session.timeout_seconds)
-
-    def _ranks_here(self) -> list[int]:
-        workers = self._session.lease.view.workers
-        return [worker.rank for worker in workers if worker.host == net.gethostname()]
 
     def _too_early(self, what: str) -> UsageError:
         return UsageError(

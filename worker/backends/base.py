@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket as net
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -62,6 +63,11 @@ class Session(NamedTuple):
     def host(self) -> str:
         """The name of this worker's host."""
         return next(worker.host for worker in self.lease.view.workers if worker.rank == self.rank)
+
+    @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of the workers on this host, in order."""
+        return [worker.rank for worker in self.lease.view.workers if worker.host == net.gethostname()]
 
     @property
     def size(self) -> int:
