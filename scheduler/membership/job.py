@@ -83,7 +83,7 @@ class Job:
         """True if workers have left that the newest view does not tell of."""
         late = self.stragglers.barriers
         self.barriers = Barriers(
-            self.members, cluster.is_elastic, cluster.patience_seconds, late, self.incarnation
+            self.members, cluster.is_elastic, cluster.deadline_or_infinity_seconds, late, self.incarnation
         )
 
     def advance(self, event: JobEvent) -> None:
@@ -331,8 +331,8 @@ class Job:
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self.may_restart():
-            patience = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
-            seconds = max(seconds, patience)
+            restart_seconds = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
+            seconds = max(seconds, restart_seconds)
         if not seconds:
             return sends + self._stop_servers()
         self.until = now + seconds

@@ -13,7 +13,7 @@ from ..core.pending import Pending
 from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Statistics
-from ..rounds.tracker import PATIENCE_SECONDS
+from ..rounds.tracker import MARGIN_SECONDS
 from ..sparsify.sparsification import Sparsification
 from ..transport.channel import Channel
 from ..transport.lease import Lease
@@ -77,4 +77,4 @@ class Session(NamedTuple):
     @property
     def timeout_seconds(self) -> float:
         """How long a caller waits for a result at most. Deadlines of rounds expire earlier."""
-        return self.config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
+        return self.config.cluster.deadline_or_infinity_seconds + 2 * MARGIN_SECONDS

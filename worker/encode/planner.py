@@ -52,7 +52,7 @@ class Planner:
         # Broadcasts happen once: in the pool, their buffers would displace those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
-        self._accelerators = Accelerators(config.cluster.patience_seconds)
+        self._accelerators = Accelerators(config.cluster.deadline_or_infinity_seconds)
         self._device_layouts = DeviceLayouts()
 
     def count_names(self, request: Request) -> int:

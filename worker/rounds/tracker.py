@@ -49,7 +49,7 @@ from .states import (
 )
 
 # A server's deadline expires first, because its error names the missing ranks.
-PATIENCE_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 
 # A push is hardly ever refused as busy more than once, and damaged more than once only by broken hardware.
 MAX_REPETITIONS = 16
@@ -279,7 +279,7 @@ class WorkerRounds:
 
     def _deadline(self, now: float) -> float:
         """Of a push that may open its round at a server: the time of the server begins then."""
-        return now + self._deadline_seconds + PATIENCE_SECONDS
+        return now + self._deadline_seconds + MARGIN_SECONDS
 
     def _push(self, round_: Round, now: float) -> list[Action]:
         for out in round_.outgoing:

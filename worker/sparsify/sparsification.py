@@ -70,7 +70,7 @@ class Sparsification:
         self._rank, self._world = rank, world
         self._statistics = statistics
         # Not the planner's: a selection waits for all work of its stream, and would wait for others' copies.
-        self._accelerators = Accelerators(config.cluster.patience_seconds)
+        self._accelerators = Accelerators(config.cluster.deadline_or_infinity_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}

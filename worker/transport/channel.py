@@ -81,7 +81,7 @@ class Channel(Waiter):
         cluster, view = membership.cluster, membership.view
         self._sharder, self._steps = sharder, steps
         self._metrics, self._spans = metrics, spans
-        self._rounds = WorkerRounds(cluster.patience_seconds)
+        self._rounds = WorkerRounds(cluster.deadline_or_infinity_seconds)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""

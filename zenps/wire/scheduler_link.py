@@ -48,7 +48,7 @@ logger = logging.getLogger("zenps.link")
 BEATS_PER_LEASE = 4
 
 # A node waits longer than the scheduler, whose error names the missing nodes.
-PATIENCE_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 
 _REFUSALS: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -120,14 +120,14 @@ class SchedulerLink:
         self.registration = Registration(register)
         self.send(register)
         began = time.monotonic()
-        patience_seconds = self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        timeout_seconds = self._cluster.rendezvous_seconds + MARGIN_SECONDS
         is_joining = is_silence_logged = False
         while True:
             TERMINATION.check()
             # A scheduler that answers reports itself when the time is over. That may be much later, because
             # workers may join again.
             since = began if is_joining else max(began, self._heard)
-            left_seconds = since + patience_seconds - (now := time.monotonic())
+            left_seconds = since + timeout_seconds - (now := time.monotonic())
             if left_seconds <= 0:
                 break
             if self.is_beat_due(now):

@@ -71,7 +71,7 @@ class GroupAverager:
         self._begun: Counter[str] = Counter()
         """By model, the averages that were begun here."""
         self._notifier = Notifier()
-        timeout_seconds = session.config.cluster.patience_seconds
+        timeout_seconds = session.config.cluster.deadline_or_infinity_seconds
         self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="zenps-averager", daemon=True)
