@@ -233,7 +233,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 class Counting:
     """Interface of an optimizer whose ranks must count steps alike."""
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Called on all ranks, once they have loaded equal states."""
 
 
@@ -259,7 +259,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
     if isinstance(optimizer, Counting):
-        optimizer.count_anew()
+        optimizer.reset_counts()
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:

@@ -347,7 +347,7 @@ class Channel(Waiter):
                     if resumed is not None:
                         self._metrics.refused_pushes.inc()
                         if id(resumed) in self._pending:
-                            self._pending[id(resumed)][1].wait_anew()
+                            self._pending[id(resumed)][1].restart_timeout()
                     try:
                         self._sender.send(out)
                     except zmq.Again:

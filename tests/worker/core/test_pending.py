@@ -473,23 +473,23 @@ def test_a_wait_goes_on_as_long_as_answers_come() -> None:
 def test_a_wait_goes_on_when_the_time_of_a_server_begins_anew() -> None:
     """It refused a push and takes it now, or the ring has changed."""
 
-    class Renewing(Seldom):
+    class Restarting(Seldom):
         def wait(self, ready: Callable[[], bool], until: float) -> None:
-            if renewals:
-                renewals.pop()()
+            if calls:
+                calls.pop()()
             else:
                 super().wait(ready, until)
 
-    renewing = Renewing(3)
-    pending = renewing.pending
-    renewals = [pending.wait_anew, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
+    restarting = Restarting(3)
+    pending = restarting.pending
+    calls = [pending.restart_timeout, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
     assert pending.wait().tolist() == [0, 1, 2]
 
 
 def test_a_wait_that_begins_anew_does_so_also_if_an_answer_comes_with_it() -> None:
     """The answer to one chunk, while a server begins to count anew for another."""
 
-    class Renewing(Driver):
+    class Restarting(Driver):
         def __init__(self) -> None:
             self.pending = make_pending(Count(), self, 0.2)
             self.pending.begin()
@@ -499,12 +499,12 @@ def test_a_wait_that_begins_anew_does_so_also_if_an_answer_comes_with_it() -> No
             self.until.append(until)
             time.sleep(0.001)
             if len(self.until) == 1:
-                self.pending.wait_anew()
+                self.pending.restart_timeout()
             self.pending.deliver(answer(len(self.until) - 1), last=len(self.until) == 2)
 
-    renewing = Renewing()
-    assert renewing.pending.wait().tolist() == [0, 1]
-    first, second = renewing.until
+    restarting = Restarting()
+    assert restarting.pending.wait().tolist() == [0, 1]
+    first, second = restarting.until
     assert second > first
 
 

@@ -441,15 +441,15 @@ def test_the_wait_for_a_refused_push_begins_anew_once_there_is_room(
     view = view_of(1, [server.member])
     channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
     pending = pending_of(channel, Given(whole("t", 1)), "t")
-    renewed = threading.Event()
-    monkeypatch.setattr(pending, "wait_anew", renewed.set)
+    restarted = threading.Event()
+    monkeypatch.setattr(pending, "restart_timeout", restarted.set)
     channel.submit(pending)
     push = server.receive()
     for kind in (Busy, Resume):
-        assert not renewed.is_set()
+        assert not restarted.is_set()
         server.answer(kind(push.ring_epoch, push.tensor, push.step, push.chunk))
-    channel.wait(renewed.is_set, time.monotonic() + DEADLINE_SECONDS)
-    assert renewed.is_set()
+    channel.wait(restarted.is_set, time.monotonic() + DEADLINE_SECONDS)
+    assert restarted.is_set()
     assert server.receive() == push
 
 
