@@ -43,8 +43,8 @@ class Event(Protocol):
         ...
 
 
-class Lane(ABC):
-    """A stream of ZenPS on a device: work that is enqueued here runs in order."""
+class DeviceStream(ABC):
+    """A CUDA stream of ZenPS: work that is enqueued here runs in order."""
 
     @abstractmethod
     def current(self) -> contextlib.AbstractContextManager[object]:
@@ -77,8 +77,8 @@ class Accelerator(ABC):
 
     device: torch.device
     launcher: Launcher
-    pushing: Lane
-    pulling: Lane
+    pushing: DeviceStream
+    pulling: DeviceStream
     pinned: BufferPool
     deadline_seconds: float
 
@@ -142,7 +142,7 @@ class CudaAccelerator(Accelerator):
         self._shared: BufferPool | None = None
         self._sharing = threading.Lock()
         self.deadline_seconds = deadline_seconds
-        self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
+        self.pushing, self.pulling = _CudaStream(device), _CudaStream(device)
 
     def pinned_in(self, arena: Arena | None) -> BufferPool:
         if arena is None:
@@ -179,7 +179,7 @@ class Accelerators:
             return self._made[device]
 
 
-class _CudaLane(Lane):
+class _CudaStream(DeviceStream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
