@@ -47,7 +47,7 @@ class World(ABC):
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
         averager: averages models within groups of workers; None if there is no other worker to average with.
-        most: the number of workers as long as none is lost: all ranks are below it.
+        full_size: the world size while no worker is lost; every rank is below it.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -64,7 +64,7 @@ class World(ABC):
     staleness: int
     averages_models: bool
     averager: GroupAverager | None
-    most: int
+    full_size: int
     is_elastic: bool
     is_joining: bool
 
@@ -129,7 +129,7 @@ class LocalWorld(World):
 
     rank = local_rank = 0
     ranks = (0,)
-    local_size = most = 1
+    local_size = full_size = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
     is_elastic = is_joining = False
@@ -198,7 +198,7 @@ class ClusterWorld(World):
         self.is_joining = view.admitted > 0
         self.is_elastic = config.cluster.is_elastic
         # Of an elastic job, the view may lack lost workers; of another one, the configuration may be another.
-        self.most = config.cluster.workers if self.is_elastic else len(view.workers)
+        self.full_size = config.cluster.workers if self.is_elastic else len(view.workers)
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification

@@ -214,7 +214,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     world = PROCESS.world
     is_root = bool(world.rank == root_rank)  # NumPy's integers compare to its own bool
     # A lost root is reported by the round, because ranks may learn of the loss at different times.
-    named = int(root_rank) if root_rank in range(world.most) else -1
+    named = int(root_rank) if root_rank in range(world.full_size) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
     ranks, roots, sum_named, sum_squares, size = summed.tolist()
@@ -224,7 +224,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
             f"it is {root_rank} on rank {world.rank}"
         )
     if named < 0:
-        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {world.most - 1}")
+        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {world.full_size - 1}")
     if not roots:
         raise RootLostError
     return int(size)

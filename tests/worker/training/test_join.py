@@ -24,7 +24,7 @@ class ElasticWorld(FakeWorld):
     """
 
     is_elastic = True
-    most = 2
+    full_size = 2
 
     def __init__(self, known: tuple[int, ...], *, has_ended: bool) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ class FakeWorld(World):
 
     rank = local_rank = 0
     ranks: tuple[int, ...] = (0,)
-    local_size = most = 1
+    local_size = full_size = 1
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1
