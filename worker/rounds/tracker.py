@@ -303,7 +303,7 @@ class WorkerRounds:
                 round_.again = True
                 round_.sent_again = {}
                 actions.append(Reshard(round_))
-        if round_ is None and self._given_up.lacks(message):
+        if round_ is None and self._given_up.has_given_up(message):
             return [SendGiveUp(server, GiveUp(self._ring_epoch, *key, message.chunk))]
         if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions
