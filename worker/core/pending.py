@@ -48,7 +48,7 @@ class Waiter(ABC):
         """Returns once ``ready()``, or at the monotonic time ``until``."""
 
     @abstractmethod
-    def look(self, ready: Ready) -> None:
+    def poll(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
 
 
@@ -61,7 +61,7 @@ class Notifier(Waiter):
     def wait(self, ready: Ready, until: float) -> None:
         self._sleepers.sleep(ready, until)
 
-    def look(self, ready: Ready) -> None:
+    def poll(self, ready: Ready) -> None:
         """Does nothing: the other thread needs no help."""
 
     def notify(self) -> None:
@@ -153,7 +153,7 @@ class Pending:
         if not self.progress.ended:
             if self._forks != _forks:
                 self._refuse_fork()
-            self._waiting.waiter.look(lambda: self.progress.ended)
+            self._waiting.waiter.poll(lambda: self.progress.ended)
         return self.progress.ended
 
     def wait(self) -> Tensor:

@@ -32,7 +32,7 @@ from ..core.memory import POOL_BYTES
 from .pinned import pinned_pool, shared_pinned_pool
 
 # The time between two queries of a device: short compared with a round, long compared with the query itself.
-LOOK_SECONDS = 50e-6
+QUERY_SECONDS = 50e-6
 
 
 class Event(Protocol):
@@ -103,7 +103,7 @@ class Accelerator(ABC):
                     f"{self.device} did not finish its work within {self.deadline_seconds:g} s; raise "
                     "cluster.deadline_seconds if its work takes longer"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(QUERY_SECONDS)
 
     def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
         """Returns a copy in pinned memory, by default :attr:`pinned`.

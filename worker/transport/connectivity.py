@@ -68,7 +68,7 @@ class Connectivity:
         if rank in self._silent:
             self._silent[rank].failed_at = now
 
-    def look(self, now: float) -> PeerLostError | None:
+    def check(self, now: float) -> PeerLostError | None:
         """Checks a server while answers are awaited; logs a warning if it cannot be reached.
 
         It is called at each tick.

@@ -86,7 +86,7 @@ class Peers(PeerBackend):
 
 
 class Servers(ServerBackend):
-    """Their answers are received by whoever looks, once the test has them come."""
+    """Their answers are received by whoever polls, once the test has them come."""
 
     partition = "hash"
 
@@ -106,7 +106,7 @@ class Servers(ServerBackend):
         self.told.append((name, int(table)))
         return Pending(name, CONTROL, SuppliedTransfer(table), Progress(0, ended=True), self._waiting)
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def poll(self, ready: Callable[[], bool]) -> None:
         if self.has_answered:
             self.begun.end(pushed=2, pulled=1)
 

@@ -82,7 +82,7 @@ class Driver(Waiter):
 
     pending: Pending
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def poll(self, ready: Callable[[], bool]) -> None:
         """Nothing comes without a wait."""
 
 
@@ -129,7 +129,7 @@ def test_asking_whether_it_is_done_receives_what_has_come() -> None:
         def wait(self, ready: Callable[[], bool], until: float) -> None:
             raise AssertionError("nothing to wait for")
 
-        def look(self, ready: Callable[[], bool]) -> None:
+        def poll(self, ready: Callable[[], bool]) -> None:
             for chunk in range(CHUNKS):
                 self.pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
 
@@ -372,7 +372,7 @@ class Polling(Waiter):
         while not ready() and time.monotonic() < until:
             time.sleep(0.001)
 
-    def look(self, ready: Callable[[], bool]) -> None: ...
+    def poll(self, ready: Callable[[], bool]) -> None: ...
 
 
 def test_a_restart_while_another_thread_absorbs_neither_waits_nor_disturbs_it() -> None:

@@ -517,16 +517,16 @@ def test_a_server_that_cannot_be_reached_fails_what_waits_and_nothing_else(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unreachable = PeerLostError("server 1 cannot be reached")
-    looks: list[float] = []
+    checks: list[float] = []
 
-    def look(now: float) -> ZenPSError:
-        looks.append(now)
+    def check(now: float) -> ZenPSError:
+        checks.append(now)
         return unreachable
 
     monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 0.01)
-    monkeypatch.setattr(channel._servers.connectivity, "look", look)
+    monkeypatch.setattr(channel._servers.connectivity, "check", check)
     channel.wait(lambda: False, time.monotonic() + 0.1)
-    assert not looks, "no answer is awaited"
+    assert not checks, "no answer is awaited"
     with pytest.raises(PeerLostError) as raised:
         submitted(channel).wait()
     assert raised.value is unreachable

@@ -41,9 +41,9 @@ def make_connectivity() -> Connectivity:
 
 def test_a_server_that_has_answered_is_never_tried(network: Network) -> None:
     connectivity = make_connectivity()
-    assert connectivity.look(LEASE_SECONDS / 2) is None
+    assert connectivity.check(LEASE_SECONDS / 2) is None
     connectivity.on_answer(1)
-    assert connectivity.look(1e6) is None
+    assert connectivity.check(1e6) is None
     assert network.tried == []
 
 
@@ -52,9 +52,9 @@ def test_one_that_cannot_be_reached_is_warned_of_and_then_an_error(
 ) -> None:
     connectivity = make_connectivity()
     for now in range(1, 70):
-        assert connectivity.look(now) is None
+        assert connectivity.check(now) is None
     assert len(network.tried) == len(caplog.records) == 6, "once in a lease"
-    error = connectivity.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
+    error = connectivity.check(LEASE_SECONDS + RENDEZVOUS_SECONDS)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(
         "server 1 (host box, pid 7) cannot be reached at tcp://10.0.0.1:1 from here (No route to host): set "
@@ -69,19 +69,19 @@ def test_one_call_tries_one_server(network: Network) -> None:
     for rank in (2, 3):
         connectivity.on_connect(Member("server", rank, "box", 7, f"tcp://10.0.0.1:{rank}", ""), 0.0)
     for tried in (1, 2, 3, 3):
-        assert connectivity.look(LEASE_SECONDS) is None
+        assert connectivity.check(LEASE_SECONDS) is None
         assert len(network.tried) == len(set(network.tried)) == tried
 
 
 def test_one_that_can_be_reached_after_all_has_its_time_again(network: Network) -> None:
     connectivity = make_connectivity()
-    assert connectivity.look(LEASE_SECONDS) is None
+    assert connectivity.check(LEASE_SECONDS) is None
     network.reason = ""
-    assert connectivity.look(1000.0) is None
+    assert connectivity.check(1000.0) is None
     network.reason = "Connection refused"
-    assert connectivity.look(2000.0) is None
-    assert connectivity.look(2000.0 + RENDEZVOUS_SECONDS - 1) is None
-    assert connectivity.look(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None
+    assert connectivity.check(2000.0) is None
+    assert connectivity.check(2000.0 + RENDEZVOUS_SECONDS - 1) is None
+    assert connectivity.check(2000.0 + 2 * RENDEZVOUS_SECONDS) is not None
 
 
 def test_one_whose_handshakes_fail_is_warned_of_and_then_an_error(
@@ -92,9 +92,9 @@ def test_one_whose_handshakes_fail_is_warned_of_and_then_an_error(
     connectivity = make_connectivity()
     for now in range(1, 70):
         connectivity.on_failed_handshake(1, now)
-        assert connectivity.look(now) is None
+        assert connectivity.check(now) is None
     assert len(caplog.records) == 6, "once in a lease"
-    error = connectivity.look(LEASE_SECONDS + RENDEZVOUS_SECONDS)
+    error = connectivity.check(LEASE_SECONDS + RENDEZVOUS_SECONDS)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(
         "server 1 (host box, pid 7) is reached at tcp://10.0.0.1:1 from here, but its handshakes fail, as if"
@@ -107,7 +107,7 @@ def test_a_handshake_that_failed_once_is_no_error(network: Network, caplog: pyte
     connectivity = make_connectivity()
     connectivity.on_failed_handshake(1, LEASE_SECONDS - 1)
     for now in range(10, 1000):
-        assert connectivity.look(now) is None
+        assert connectivity.check(now) is None
     assert len(caplog.records) == 1
 
 
@@ -116,5 +116,5 @@ def test_failed_handshakes_of_a_server_that_has_answered_do_not_count(network: N
     connectivity = make_connectivity()
     connectivity.on_answer(1)
     connectivity.on_failed_handshake(1, 1.0)
-    assert connectivity.look(1e6) is None
+    assert connectivity.check(1e6) is None
     assert not connectivity.silent

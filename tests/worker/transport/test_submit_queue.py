@@ -82,8 +82,8 @@ class Submitted(Channel):
     def wait(self, ready: Ready, until: float) -> None:
         self.names.append(f"wait {until:g}")
 
-    def look(self, ready: Ready = lambda: False) -> None:
-        self.names.append("look")
+    def poll(self, ready: Ready = lambda: False) -> None:
+        self.names.append("poll")
 
 
 class Queue:
@@ -205,12 +205,12 @@ def test_whoever_waits_pushes_all_before(queue: Queue) -> None:
     for number, transfer in enumerate(transfers):
         queue.submit(str(number), transfer)
     transfers[0].ready = True
-    queue.queue.look(lambda: False)
-    assert queue.pushed == ["0", "look"]
+    queue.queue.poll(lambda: False)
+    assert queue.pushed == ["0", "poll"]
     until = time.monotonic() + 20
     threading.Timer(0.05, lambda: setattr(transfers[1], "ready", True)).start()
     queue.queue.wait(lambda: False, until)
-    assert [each for each in queue.pushed if each != "look"] == ["0", "1", f"wait {until:g}"]
+    assert [each for each in queue.pushed if each != "poll"] == ["0", "1", f"wait {until:g}"]
 
 
 def test_a_result_that_is_there_waits_for_no_device(queue: Queue) -> None:
@@ -221,8 +221,8 @@ def test_a_result_that_is_there_waits_for_no_device(queue: Queue) -> None:
 
 def test_whoever_waits_for_a_device_reads_answers(queue: Queue) -> None:
     queue.submit("waits", Slow())
-    queue.queue.wait(lambda: "look" in queue.pushed, math.inf)
-    assert queue.pushed == ["look", "wait inf"]
+    queue.queue.wait(lambda: "poll" in queue.pushed, math.inf)
+    assert queue.pushed == ["poll", "wait inf"]
 
 
 def test_once_the_job_is_lost_no_tensor_waits_for_its_device(queue: Queue) -> None:
