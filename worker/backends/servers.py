@@ -10,12 +10,12 @@ from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
-from ..core.interrupts import Ready
-from ..core.pending import Pending, Waiting
+from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.statistics import Counted, Progress
 from ..core.steps import Steps
 from ..core.transfer import OneRound, Transfer, Transform, take_back, transformed
+from ..core.waiting import Ready, Waiting
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
 from ..sparsify.agreed import Agreed, AgreedTransfer

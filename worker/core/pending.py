@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
-from .interrupts import MaskedLock, Ready, Sleepers
+from .interrupts import MaskedLock
 from .request import Options, device_error
-from .spans import Spans
-from .statistics import Counted, Progress, Report, Statistics
+from .statistics import Counted, Progress, Report
 from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
+from .waiting import Waiting
 
 NO_REPORT: Final = Report()
 
@@ -38,48 +37,6 @@ def _after_fork() -> None:
 
 # Counted, because asking the kernel for the process id at each call would take longer.
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class Waiter(ABC):
-    """A way in which a thread waits for results that other threads or nodes produce."""
-
-    @abstractmethod
-    def wait(self, ready: Ready, until: float) -> None:
-        """Returns once ``ready()``, or at the monotonic time ``until``."""
-
-    @abstractmethod
-    def poll(self, ready: Ready) -> None:
-        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
-
-
-class Notifier(Waiter):
-    """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
-
-    def __init__(self) -> None:
-        self._sleepers = Sleepers()
-
-    def wait(self, ready: Ready, until: float) -> None:
-        self._sleepers.sleep(ready, until)
-
-    def poll(self, ready: Ready) -> None:
-        """Does nothing: the other thread needs no help."""
-
-    def notify(self) -> None:
-        """Wakes all waiting threads."""
-        self._sleepers.wake()
-
-
-class Waiting(NamedTuple):
-    """How the results of a backend are waited for, and where they are counted.
-
-    Attributes:
-        timeout_seconds: a last resort; deadlines of rounds expire earlier.
-    """
-
-    waiter: Waiter
-    timeout_seconds: float
-    statistics: Statistics
-    spans: Spans
 
 
 class Pending:

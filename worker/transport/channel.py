@@ -28,13 +28,14 @@ from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 
-from ..core.interrupts import MASK, Ready
-from ..core.pending import LeftError, Pending, Waiter
+from ..core.interrupts import MASK
+from ..core.pending import LeftError, Pending
 from ..core.request import Options
 from ..core.spans import Spans
 from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
+from ..core.waiting import Ready, Waiter
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds

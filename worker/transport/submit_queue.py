@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from zenps.observe.clock import now_ns
 
-from ..core.interrupts import MASK, MaskedLock, Ready
-from ..core.pending import Pending, Waiter
+from ..core.interrupts import MASK, MaskedLock
+from ..core.pending import Pending
 from ..core.request import device_error
 from ..core.spans import Spans
 from ..core.steps import Steps
+from ..core.waiting import Ready, Waiter
 from ..encode.accelerator import QUERY_SECONDS
 from .channel import Channel
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
-from zenps.worker.core.pending import Notifier, Pending, Waiter, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
@@ -32,6 +32,7 @@ from zenps.worker.core.transfer import (
     Transfer,
     Transform,
 )
+from zenps.worker.core.waiting import Notifier, Waiter, Waiting
 
 CHUNKS = 3
 ENCODED = EncodedTensor("dense", torch.Size([CHUNKS]), torch.float32, 1, 0, Sharding(None, CHUNKS, 0), [])

@@ -47,12 +47,13 @@ from zenps.kernels.gpu.launcher import Argument
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
 from zenps.wire.tensors import DTYPES
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged

@@ -32,12 +32,13 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
-from zenps.worker.core.pending import LeftError, Pending, Waiting
+from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
+from zenps.worker.core.waiting import Waiting
 from zenps.worker.encode.dense import DenseTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder

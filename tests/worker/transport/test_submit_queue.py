@@ -15,13 +15,14 @@ from torch import Tensor
 
 from zenps.errors import PeerLostError, TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.interrupts import MASK, Ready
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.interrupts import MASK
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Report, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, EncodedTensor, Transfer
+from zenps.worker.core.waiting import Notifier, Ready, Waiting
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 

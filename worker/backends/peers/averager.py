@@ -15,10 +15,11 @@ from torch import Tensor
 from zenps.errors import DeadlineError, PeerLostError, ZenPSError, listing
 from zenps.observe import log
 
-from ...core.pending import LeftError, Notifier, Pending, Waiting
+from ...core.pending import LeftError, Pending
 from ...core.request import Options
 from ...core.statistics import Progress, Report
 from ...core.transfer import SuppliedTransfer, dense_bytes
+from ...core.waiting import Notifier, Waiting
 from ...transport.channel import CLOSE_SECONDS
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
