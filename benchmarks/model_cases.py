@@ -128,14 +128,14 @@ def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
     layout, device_layout = placed("rows", table_rows, SERVERS, device)
     row_bytes, unique = COLUMNS * dtype.itemsize, int(UNIQUE * rows)
     cuts = torch.tensor(layout.server_bounds[1:], device=device)
-    told = torch.zeros(1 + len(cuts), dtype=torch.int64, device=device)
+    report = torch.zeros(1 + len(cuts), dtype=torch.int64, device=device)
 
     def run(launcher: Launcher) -> object:
         slots, in_bitmap = device_layout.size, way == "bitmap"
         # Also of a sample, whose positions have fewer bits and would take a pass less.
         sorted_size = max(slots, 10 * ROWS)
         words = bitmap_scratch_words(slots) if in_bitmap else sort_scratch_words(rows, sorted_size)
-        header = Header(cuts, told, torch.empty(words, dtype=torch.int64, device=device))
+        header = Header(cuts, report, torch.empty(words, dtype=torch.int64, device=device))
         positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
             return bitmap_compact(launcher, positions, values, slots, header)

@@ -57,7 +57,7 @@ class Ends:
         if self._suspects and (suspect := self._suspects.pop(peer, None)) is not None:
             _close(suspect)
 
-    def look(self, now: float) -> list[bytes]:
+    def probe(self, now: float) -> list[bytes]:
         """Probes servers whose connections are gone; returns those that have ended."""
         for descriptor, remote in self._connections.gone():
             peer = self._peers.pop(descriptor, b"")
@@ -74,7 +74,7 @@ class Ends:
 
     @property
     def due(self) -> float:
-        """When the next look is due; infinite without suspects."""
+        """When the next probe is due; infinite without suspects."""
         return min((_due(suspect) for suspect in self._suspects.values()), default=math.inf)
 
     def close(self) -> None:

@@ -180,7 +180,7 @@ class _Service:
             self._authenticator.attend()
             self._receive()
             now = time.monotonic()
-            for ended in self._ends.look(now):
+            for ended in self._ends.probe(now):
                 self._send(self._membership.on_ended(ended, now))
             if now >= next_tick:  # a tick looks at every node and connection: too much for each message
                 self._on_tick(now, now - next_tick)

@@ -115,7 +115,7 @@ class ReplySender:
 
     def drop_stalled(self) -> None:
         """Drops the peers that have taken nothing for long. Rounds are not held back for them any more."""
-        for route, reason in self._send_queue.look().items():
+        for route, reason in self._send_queue.find_stalled().items():
             self._drop(public_part(route), route, reason)
 
     def forget(self, routes: Iterable[bytes]) -> None:

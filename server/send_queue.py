@@ -110,7 +110,7 @@ class SendQueue:
             }
         return bool(self._full)
 
-    def look(self) -> dict[bytes, str]:
+    def find_stalled(self) -> dict[bytes, str]:
         """The peers that have taken nothing for long although their queues are full, each with the reason.
 
         Call it every :data:`LOOK_SECONDS`. It counts looks, and not seconds: while this process was stopped,

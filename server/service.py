@@ -102,7 +102,7 @@ class _Service:
         self._shared_memory = SharedMemoryPeers(cluster, self._address, keep_bytes, self._poller)
         # A worker reads nothing while it computes, and the unread answers may take the whole budget.
         send_queue = SendQueue(self._socket, untaken_bytes(config))
-        self._rounds = ServerRounds(queue.rounds_bytes, cluster.patience_seconds)
+        self._rounds = ServerRounds(queue.rounds_bytes, cluster.deadline_or_infinity_seconds)
         self._workers = Workers()
         self._replies = ReplySender(
             cluster.job,

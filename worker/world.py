@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket as net
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -48,7 +47,7 @@ class World(ABC):
         staleness: how many steps later than they are pushed gradients are applied.
         averages_models: True if optimizers average models instead of gradients.
         averager: averages models within groups of workers; None if there is no other worker to average with.
-        most: the number of workers as long as none is lost: all ranks are below it.
+        full_size: the world size while no worker is lost; every rank is below it.
         is_elastic: True if training continues after the loss of workers, and new workers may join.
         is_joining: True if this worker has joined a running job and has not got its state yet.
     """
@@ -65,7 +64,7 @@ class World(ABC):
     staleness: int
     averages_models: bool
     averager: GroupAverager | None
-    most: int
+    full_size: int
     is_elastic: bool
     is_joining: bool
 
@@ -130,7 +129,7 @@ class LocalWorld(World):
 
     rank = local_rank = 0
     ranks = (0,)
-    local_size = most = 1
+    local_size = full_size = 1
     is_distributed = False
     bucket_bytes = quantized_run = 1
     is_elastic = is_joining = False
@@ -199,7 +198,7 @@ class ClusterWorld(World):
         self.is_joining = view.admitted > 0
         self.is_elastic = config.cluster.is_elastic
         # Of an elastic job, the view may lack lost workers; of another one, the configuration may be another.
-        self.most = config.cluster.workers if self.is_elastic else len(view.workers)
+        self.full_size = config.cluster.workers if self.is_elastic else len(view.workers)
         self.bucket_bytes = config.sync.bucket_bytes
         self.quantized_run = RUN if config.sync.values == "int8" else 1
         self.sparsification = session.sparsification
@@ -213,7 +212,7 @@ class ClusterWorld(World):
         self._recorder = recorder
         self._opened = opened
         self.has_reduced = False
-        self.local_rank = self._ranks_here().index(self.rank) if local_rank is None else local_rank
+        self.local_rank = session.ranks_here.index(self.rank) if local_rank is None else local_rank
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -221,7 +220,7 @@ class ClusterWorld(World):
 
     @property
     def local_size(self) -> int:
-        return len(self._ranks_here())
+        return len(self._session.ranks_here)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
@@ -274,10 +273,6 @@ class ClusterWorld(World):
     def _push_staged(self) -> None:
         """Pushes tensors that a device still prepares; others may wait for these while this rank waits."""
         self._servers.flush(time.monotonic() + self._session.timeout_seconds)
-
-    def _ranks_here(self) -> list[int]:
-        workers = self._session.lease.view.workers
-        return [worker.rank for worker in workers if worker.host == net.gethostname()]
 
     def _too_early(self, what: str) -> UsageError:
         return UsageError(

@@ -83,7 +83,7 @@ class Job:
         """True if workers have left that the newest view does not tell of."""
         late = self.stragglers.barriers
         self.barriers = Barriers(
-            self.members, cluster.is_elastic, cluster.patience_seconds, late, self.incarnation
+            self.members, cluster.is_elastic, cluster.deadline_or_infinity_seconds, late, self.incarnation
         )
 
     def advance(self, event: JobEvent) -> None:
@@ -242,7 +242,7 @@ class Job:
         if not self.recovery.has_worker_returned():
             new = Counter(node.role for node in self.recovery.new_nodes())
             if new["worker"] >= self.cluster.workers and new["server"] >= self.cluster.servers:
-                return self._begin_anew(now)
+                return self._begin_another_job(now)
         # If all workers had left before, the job is over, but the nodes of another job get time to begin
         # theirs.
         has_workers = self.members.count("worker", "present", "left", "lost") > 0
@@ -252,7 +252,7 @@ class Job:
         """All members have returned to this restarted scheduler, or the time for their return is over."""
         assert self.recovery.newest is not None
         if self._is_dead() and any(node.role == "worker" for node in self.recovery.new_nodes()):
-            return self._begin_anew(now)
+            return self._begin_another_job(now)
         self.views.restore(self.recovery.newest)
         self.quorum.restore(self.recovery.newest)
         self.barriers.passed = self.recovery.passed_barriers()
@@ -294,7 +294,7 @@ class Job:
         has_lost = any(member.role == "worker" for member in self.recovery.missing())
         return has_lost or not self.members.present("worker")
 
-    def _begin_anew(self, now: float) -> list[Send]:
+    def _begin_another_job(self, now: float) -> list[Send]:
         """Begins another job with the nodes that wait. Those that returned are left over from a dead job."""
         left_over = [node for node in self.members.alive() if node.register.view is not None]
         waiting = {node.peer: node for node in self.recovery.new_nodes()}
@@ -331,8 +331,8 @@ class Job:
         cluster = self.cluster
         seconds = 0.0 if self._have_all_ended() else cluster.rejoin_seconds
         if self.may_restart():
-            patience = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
-            seconds = max(seconds, patience)
+            restart_seconds = cluster.lease_seconds if self.barriers.ended else cluster.rendezvous_seconds
+            seconds = max(seconds, restart_seconds)
         if not seconds:
             return sends + self._stop_servers()
         self.until = now + seconds

@@ -24,7 +24,7 @@ from zenps.wire.status import to_tree
 
 from ..membership.tracker import FRESH_SECONDS
 
-PATIENCE_SECONDS: Final = 2.0
+TIMEOUT_SECONDS: Final = 2.0
 """How long a reader waits for the loop, which answers ten times a second."""
 
 _POLICY: Final = (
@@ -83,7 +83,7 @@ class Page(Endpoint):
             question = self._question
             if question is None or (question.done() and time.monotonic() > self._fresh_until):
                 question = self._question = Future()
-        status = question.result(PATIENCE_SECONDS)
+        status = question.result(TIMEOUT_SECONDS)
         with self._lock:
             if self._encoded[0] is not status:
                 self._encoded = status, msgspec.json.encode(to_tree(status))

@@ -1,7 +1,7 @@
 "use strict";
 // Values that nodes report become text only: this script never sets innerHTML.
 
-const POLL_MS = 1000, PATIENCE_MS = 5000, SAMPLES = 60, SLOTS = 4096, RING_COLUMNS = 256, MAX_LATE = 8, LATE_SECONDS = 10;
+const POLL_MS = 1000, TIMEOUT_MS = 5000, SAMPLES = 60, SLOTS = 4096, RING_COLUMNS = 256, MAX_LATE = 8, LATE_SECONDS = 10;
 const KINDS = {
   present: "good", running: "good", lost: "bad", failed: "bad", left: "muted", stopped: "muted",
 };
@@ -345,7 +345,7 @@ let since = null;
 
 async function poll() {
   try {
-    const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+    const answer = await fetch("status.json", { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
     if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
     show(await answer.json());
     since = null;

@@ -73,8 +73,8 @@ def expected_rows(positions: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def header_of(cuts: Tensor, scratch_words: int) -> Header:
     """One that is cleared."""
-    told, scratch = (torch.zeros(words, dtype=torch.int64) for words in (1 + len(cuts), scratch_words))
-    return Header(cuts, told, scratch)
+    report, scratch = (torch.zeros(words, dtype=torch.int64) for words in (1 + len(cuts), scratch_words))
+    return Header(cuts, report, scratch)
 
 
 def valid(rows: DeviceRows) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
     unique, _ = valid(rows)
     # Without rows there is no launch, and the header stays as it was cleared.
     assert torch.equal(header.offsets, torch.searchsorted(unique.long(), cuts))
-    assert header.told.tolist() == [0, *header.offsets.tolist()]
+    assert header.report.tolist() == [0, *header.offsets.tolist()]
 
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:

@@ -14,9 +14,8 @@ from tests.integration import test_training
 from tests.integration.cluster import Cluster, Raised, attempt, copies_to_shared_memory, shared_bytes
 from tests.integration.embedding_model import OPTIMIZERS, assert_same
 from tests.worker.host_accelerator import HostAccelerator
-from zenps.worker.encode.accelerator import Accelerator, Event
-from zenps.worker.encode.planner import Planner
-from zenps.worker.sparsify.sparsification import Sparsification
+from zenps.worker.encode.accelerator import Accelerator, Accelerators, Event
+from zenps.worker.process import PROCESS
 
 RANKS = 2
 
@@ -25,10 +24,10 @@ def pretend_that_the_cpu_is_a_gpu(accelerator: Accelerator | None = None) -> Non
     """In this process, from here on."""
     accelerator = accelerator or HostAccelerator()
 
-    def always(planner: Planner, tensor: Tensor) -> Accelerator:
+    def always(accelerators: Accelerators, device: torch.device) -> Accelerator:
         return accelerator
 
-    Planner._accelerator = always  # type: ignore[assignment]
+    Accelerators.of = always  # type: ignore[assignment]
 
 
 def train(name: str) -> dict[str, Tensor]:
@@ -101,7 +100,9 @@ def sparsify_on_both() -> list[dict[str, Tensor]]:
         launch(source, *args)
 
     accelerator.launcher.launch = noted  # type: ignore[assignment]
-    Sparsification._accelerator = lambda self, tensor: accelerator  # type: ignore[method-assign]
+    sparsification = PROCESS.world.sparsification
+    assert sparsification is not None
+    sparsification._accelerators.of = lambda _: accelerator  # type: ignore[assignment]
     on_a_device = sparsify("device")
     assert set(launched) == {"threshold_compact"}
     return [on_the_cpu, on_a_device]

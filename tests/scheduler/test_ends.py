@@ -41,12 +41,12 @@ class Scheduler:
         self.connections.on_message(descriptor)
         self.ends.on_message(descriptor, bytes(frames[0]))
 
-    def look(self, seconds: float, until: Callable[[list[bytes]], bool] = bool) -> list[bytes]:
-        """What looks have found when ``until`` says so, or after ``seconds``."""
+    def probe(self, seconds: float, until: Callable[[list[bytes]], bool] = bool) -> list[bytes]:
+        """What probes have found when ``until`` says so, or after ``seconds``."""
         found: list[bytes] = []
         end = time.monotonic() + seconds
         while not until(found) and (now := time.monotonic()) < end:
-            found += self.ends.look(now)
+            found += self.ends.probe(now)
             time.sleep(0.005)
         return found
 
@@ -83,12 +83,12 @@ def test_a_server_whose_port_refuses_has_ended(
         "zenps.scheduler.ends.PROBE_SECONDS", (PROBE_SECONDS[0], 600.0)
     )  # the first one tells
     node = connected(ctx, scheduler)
-    assert scheduler.look(0.1) == []
+    assert scheduler.probe(0.1) == []
     scheduler.data.close()
-    assert scheduler.look(0.1) == [], "its connection lasts"
+    assert scheduler.probe(0.1) == [], "its connection lasts"
     node.close(linger=0)
-    assert scheduler.look(20.0) == [PEER]
-    assert scheduler.look(0.3) == [], "again"
+    assert scheduler.probe(20.0) == [PEER]
+    assert scheduler.probe(0.3) == [], "again"
 
 
 def test_a_scheduler_without_a_free_descriptor_probes_again(
@@ -104,7 +104,7 @@ def test_a_scheduler_without_a_free_descriptor_probes_again(
     connected(ctx, scheduler).close(linger=0)
     scheduler.data.close()
     monkeypatch.setattr("zenps.scheduler.ends.net.socket", socket)
-    assert scheduler.look(20.0) == [PEER]
+    assert scheduler.probe(20.0) == [PEER]
     assert not failures
 
 
@@ -148,17 +148,17 @@ def test_a_scheduler_with_thousands_of_connections_probes(
         def is_probed(_: list[bytes]) -> bool:
             return any(suspect.probe is not None for suspect in probes())
 
-        assert scheduler.look(20.0, is_probed) == []
+        assert scheduler.probe(20.0, is_probed) == []
         assert all(probe.fileno() >= FULL_TO for suspect in probes() if (probe := suspect.probe))
-        assert scheduler.look(0.05) == []
+        assert scheduler.probe(0.05) == []
         scheduler.data.close()
-        assert scheduler.look(20.0) == [PEER]
+        assert scheduler.probe(20.0) == [PEER]
 
 
 def test_a_server_whose_port_accepts_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
     connected(ctx, scheduler).close(linger=0)
-    assert scheduler.look(10.0, lambda _: scheduler.ends.due < math.inf) == []
-    assert scheduler.look(20.0, lambda found: bool(found) or scheduler.ends.due == math.inf) == []
+    assert scheduler.probe(10.0, lambda _: scheduler.ends.due < math.inf) == []
+    assert scheduler.probe(20.0, lambda found: bool(found) or scheduler.ends.due == math.inf) == []
     assert scheduler.ends.due == math.inf, "it is not probed for ever"
 
 
@@ -166,17 +166,17 @@ def test_a_server_that_closes_its_port_a_little_later_has_ended(
     ctx: zmq.Context[Socket], scheduler: Scheduler
 ) -> None:
     connected(ctx, scheduler).close(linger=0)
-    assert scheduler.look(0.2) == []
+    assert scheduler.probe(0.2) == []
     scheduler.data.close()
-    assert scheduler.look(20.0) == [PEER]
+    assert scheduler.probe(20.0) == [PEER]
 
 
 def test_a_server_that_is_heard_again_has_not_ended(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
     connected(ctx, scheduler).close(linger=0)
-    assert scheduler.look(10.0, lambda _: scheduler.ends.due < math.inf) == []
+    assert scheduler.probe(10.0, lambda _: scheduler.ends.due < math.inf) == []
     node = connected(ctx, scheduler)
     scheduler.data.close()
-    assert scheduler.look(LAST_SECONDS) == []
+    assert scheduler.probe(LAST_SECONDS) == []
     node.close(linger=0)
 
 
@@ -184,17 +184,17 @@ def test_a_server_that_has_left_meanwhile_is_not_reported(
     ctx: zmq.Context[Socket], scheduler: Scheduler
 ) -> None:
     connected(ctx, scheduler).close(linger=0)
-    assert scheduler.look(10.0, lambda _: scheduler.ends.due < math.inf) == []
+    assert scheduler.probe(10.0, lambda _: scheduler.ends.due < math.inf) == []
     scheduler.data.close()
     scheduler.announced = ""
-    assert scheduler.look(10.0, lambda _: scheduler.ends.due == math.inf) == []
+    assert scheduler.probe(10.0, lambda _: scheduler.ends.due == math.inf) == []
     assert scheduler.ends.due == math.inf, "its port refuses"
 
 
 def test_no_probe_is_left_open(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
     connected(ctx, scheduler).close(linger=0)
     suspects = scheduler.ends._suspects
-    assert scheduler.look(10.0, lambda _: bool(suspects)) == []
+    assert scheduler.probe(10.0, lambda _: bool(suspects)) == []
     suspects[PEER].probe = probe = net.socket()
     scheduler.ends.close()
     assert probe.fileno() == -1
@@ -203,7 +203,7 @@ def test_no_probe_is_left_open(ctx: zmq.Context[Socket], scheduler: Scheduler) -
 def test_a_peer_that_is_no_server_is_not_probed(ctx: zmq.Context[Socket], scheduler: Scheduler) -> None:
     scheduler.data.close()
     connected(ctx, scheduler, b"worker").close(linger=0)
-    assert scheduler.look(0.5) == []
+    assert scheduler.probe(0.5) == []
 
 
 @pytest.mark.parametrize(

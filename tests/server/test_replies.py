@@ -51,7 +51,7 @@ class Network:
     def is_any_full(self) -> bool:
         return bool(self.stalled)
 
-    def look(self) -> dict[bytes, str]:
+    def find_stalled(self) -> dict[bytes, str]:
         return self.stalled
 
     def forget(self, route: bytes) -> None:

@@ -99,7 +99,7 @@ def test_a_peer_that_reads_gets_everything(pair: tuple[SendQueue, Socket]) -> No
     assert send_queue._queues[b"peer"].size_bytes <= MAX_BYTES  # what it has read is not kept
     send_queue.send(b"peer", b"envelope", [])
     assert not send_queue.is_any_full()
-    assert send_queue.look() == {}
+    assert send_queue.find_stalled() == {}
 
 
 @pytest.mark.parametrize("frames", [[BIG], [BIG, memoryview(b"end")]], ids=["last", "not last"])
@@ -153,7 +153,7 @@ def test_a_peer_that_takes_nothing_is_stalled_after_a_while(slow_pair: tuple[Sen
     send_beyond(send_queue)
     # A thread of libzmq that had not run while the queue was filled may take some more.
     size, looks, until = -1, 0, time.monotonic() + 30
-    while not (reasons := send_queue.look()):
+    while not (reasons := send_queue.find_stalled()):
         assert time.monotonic() < until
         size, before = send_queue._queues[b"peer"].size_bytes, size
         looks = looks + 1 if size == before else 1
@@ -162,26 +162,26 @@ def test_a_peer_that_takes_nothing_is_stalled_after_a_while(slow_pair: tuple[Sen
     assert re.fullmatch(r"it has not taken \d+ bytes that it was sent, and took none for 10 s", reason)
     send_queue.forget(b"peer")
     assert not send_queue.is_any_full()
-    assert send_queue.look() == {}
+    assert send_queue.find_stalled() == {}
 
 
 def test_a_peer_that_reads_slowly_is_full_but_never_stalled(slow_pair: tuple[SendQueue, Socket]) -> None:
     """Each time it takes a message just before it would be stalled, until three times the limit has come."""
     send_queue, dealer = slow_pair
     fill(send_queue)
-    assert send_queue.look() == {}
+    assert send_queue.find_stalled() == {}
     send_beyond(send_queue)
     taken, until = 0, time.monotonic() + 60
     while send_queue.is_any_full():
         assert time.monotonic() < until
-        assert [send_queue.look() for _ in range(LOOKS - 2)] == [{}] * (LOOKS - 2)
+        assert [send_queue.find_stalled() for _ in range(LOOKS - 2)] == [{}] * (LOOKS - 2)
         size = send_queue._queues[b"peer"].size_bytes
         while send_queue.is_any_full() and send_queue._queues[b"peer"].size_bytes == size:
             assert len(dealer.recv_multipart()[1]) == len(BIG)
             taken += 1
             time.sleep(0.01)
     assert taken > MAX_BYTES // len(BIG)
-    assert send_queue.look() == {}
+    assert send_queue.find_stalled() == {}
 
 
 def test_a_queue_without_room_for_another_message_stalls_at_once(

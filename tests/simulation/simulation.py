@@ -98,7 +98,6 @@ class Simulation:
             if self.network.now > until or not self.network.step():
                 raise Violation(f"not over by {until:g} s: {self._unfinished()}")
         self._check_end()
-        all_rounds = [worker.rounds for worker in self.workers]
         return Outcome(
             len(self.promises.ended),
             self.network.interleaving,
@@ -106,8 +105,8 @@ class Simulation:
             self.network.counts,
             self._counts,
             self.judge.errors,
-            sum(rounds.resharded for rounds in all_rounds),
-            sum(rounds.recalled for rounds in all_rounds),
+            sum(worker.resharded for worker in self.workers),
+            sum(worker.recalled for worker in self.workers),
             sum(era.admitted > 0 for era in self.promises.eras),
             self.supervisor.generation,
             sum(worker.ended == "crashed" for worker in self.workers),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from zenps.errors import MismatchError
 from zenps.wire.fields import LAST_BARRIER
-from zenps.wire.messages import Push
+from zenps.wire.messages import Push, Wanted
 from zenps.wire.scheduler_messages import Admit, Barrier, BarrierReply, HeartbeatReply, Leave, Register, View
 from zenps.wire.scheduler_messages import Member as ViewMember
 from zenps.wire.tensors import cut_fragments
@@ -65,6 +65,8 @@ class Worker(Member):
         restarts_after: how long after its end another process takes its place.
         joining: the number of workers that wait for admission, as the scheduler reported last.
         entered: the last barrier that it has reached.
+        resharded: how often a round in flight was resharded for a new ring.
+        recalled: how often a round that had ended was pushed again, for another rank.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Worker(Member):
         self.gone_at = math.inf
         self.restarts_after = RESTART_SECONDS
         self.joining = 0
-        self.entered = 0
+        self.entered = self.resharded = self.recalled = 0
         self.waits_at_barrier = False
         self.is_joining = False
         self.began = simulation.network.now
@@ -161,8 +163,7 @@ class Worker(Member):
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         if sender != SCHEDULER:
             if sender in self._ranks:  # else its connection was closed
-                server: Any = self._ranks[sender]
-                self.execute(self.rounds.on_reply(server, message, frames, self.now))  # type: ignore[arg-type]
+                self._on_reply(self._ranks[sender], message, frames)
         else:
             if self.registration.is_of_another(message):
                 return
@@ -174,6 +175,13 @@ class Worker(Member):
                     self.joining = joining
                     self.rounds.on_watermark(watermark)
         self._go_on()
+
+    def _on_reply(self, server: int, message: Any, frames: Any) -> None:
+        kept = self.rounds.kept
+        actions = self.rounds.on_reply(server, message, frames, self.now)
+        if isinstance(message, Wanted):  # which ends no round
+            self.recalled += kept - self.rounds.kept
+        self.execute(actions)
 
     def on_view(self, view: View) -> None:
         if not self._owners:
@@ -189,7 +197,9 @@ class Worker(Member):
         self._servers = {server.rank: server.address.encode() for server in view.servers}
         self._ranks = {address: rank for rank, address in self._servers.items()}
         ranks = frozenset(worker.rank for worker in view.workers)
-        self.execute(self.rounds.on_view(view.ring_epoch, view.servers, ranks))
+        actions = self.rounds.on_view(view.ring_epoch, view.servers, ranks)
+        self.resharded += sum(isinstance(action, Reshard) for action in actions)
+        self.execute(actions)
         self.simulation.on_moment("view", self)
 
     def _tick(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.cuda.host.launcher import HostLauncher
 from zenps.buffers import BufferPool
 from zenps.wire.shared_memory.arena import Arena
-from zenps.worker.encode.accelerator import Accelerator, Event, Lane
+from zenps.worker.encode.accelerator import Accelerator, DeviceStream, Event
 
 
 class _Late(Event):
@@ -24,7 +24,7 @@ class _Late(Event):
         return self._looks > 2
 
 
-class HostLane(Lane):
+class HostStream(DeviceStream):
     """One thread does everything in order."""
 
     def current(self) -> contextlib.AbstractContextManager[object]:
@@ -48,7 +48,7 @@ class HostAccelerator(Accelerator):
         self.launcher = HostLauncher()
         self.pinned = BufferPool(keep_bytes=1 << 26)
         self.deadline_seconds = 20.0
-        self.pushing, self.pulling = HostLane(), HostLane()
+        self.pushing, self.pulling = HostStream(), HostStream()
 
     def pinned_in(self, arena: Arena | None) -> BufferPool:
         return self.pinned if arena is None else arena.pool

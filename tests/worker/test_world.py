@@ -24,13 +24,14 @@ from zenps.schemes.registry import scheme_of
 from zenps.wire.scheduler_messages import Member, View
 from zenps.worker.backends.base import Backend, Session
 from zenps.worker.backends.servers import ServerBackend
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options, Purpose, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.recorder import open_recorder
 from zenps.worker.world import ClusterWorld, LocalWorld

@@ -86,7 +86,7 @@ class AutoBackend(Backend):
         before = self._chosen.get(name)
         if before is not None and (progress := before.progress) is not None and not progress.ended:
             # Perhaps its answer has come, and no thread has received it.
-            self._servers.look(lambda: progress.ended)
+            self._servers.poll(lambda: progress.ended)
         with self._choosing:
             chosen = self._chosen.get(name) or _Chosen(Choice(self._links, self._candidates))
             table, latest = chosen.table, chosen.progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket as net
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from ..core.pending import Pending
 from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Statistics
-from ..rounds.tracker import PATIENCE_SECONDS
+from ..rounds.tracker import MARGIN_SECONDS
 from ..sparsify.sparsification import Sparsification
 from ..transport.channel import Channel
 from ..transport.lease import Lease
@@ -64,6 +65,11 @@ class Session(NamedTuple):
         return next(worker.host for worker in self.lease.view.workers if worker.rank == self.rank)
 
     @property
+    def ranks_here(self) -> list[int]:
+        """The ranks of the workers on this host, in order."""
+        return [worker.rank for worker in self.lease.view.workers if worker.host == net.gethostname()]
+
+    @property
     def size(self) -> int:
         """The number of workers."""
         return len(self.lease.view.workers)
@@ -71,4 +77,4 @@ class Session(NamedTuple):
     @property
     def timeout_seconds(self) -> float:
         """How long a caller waits for a result at most. Deadlines of rounds expire earlier."""
-        return self.config.cluster.patience_seconds + 2 * PATIENCE_SECONDS
+        return self.config.cluster.deadline_or_infinity_seconds + 2 * MARGIN_SECONDS

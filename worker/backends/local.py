@@ -11,11 +11,12 @@ from zenps.config.sources import kernel_threads
 from zenps.kernels.factory import make_kernels
 
 from ..core.memory import POOL_BYTES
-from ..core.pending import Notifier, Pending, Waiting
+from ..core.pending import Pending
 from ..core.request import Request
 from ..core.spans import Spans
 from ..core.statistics import Progress, Statistics
 from ..core.transfer import SuppliedTransfer
+from ..core.waiting import Notifier, Waiting
 from ..encode.sparse import coalesced
 from .base import Backend
 

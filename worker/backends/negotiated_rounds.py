@@ -19,8 +19,9 @@ from torch import Tensor
 
 from zenps.errors import ZenPSError
 
-from ..core.pending import LeftError, Notifier, Pending, Waiting, in_flight
+from ..core.pending import LeftError, Pending, in_flight
 from ..core.request import Request
+from ..core.waiting import Notifier, Waiting
 from ..transport.channel import CLOSE_SECONDS
 from ..transport.peer_group import MAX_SECONDS
 from .base import Session

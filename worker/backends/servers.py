@@ -10,12 +10,12 @@ from torch import Tensor
 
 from zenps.schemes.base import Scheme
 
-from ..core.interrupts import Ready
-from ..core.pending import Pending, Waiting
+from ..core.pending import Pending
 from ..core.request import Options, Request
 from ..core.statistics import Counted, Progress
 from ..core.steps import Steps
 from ..core.transfer import OneRound, Transfer, Transform, take_back, transformed
+from ..core.waiting import Ready, Waiting
 from ..encode.planner import Planner
 from ..encode.sharder import Sharder
 from ..sparsify.agreed import Agreed, AgreedTransfer
@@ -57,7 +57,7 @@ class ServerBackend(Backend):
         """
         name = request.name
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
-            self.look(lambda: not self._steps.is_in_flight(name))
+            self.poll(lambda: not self._steps.is_in_flight(name))
         progress = self._steps.begin(name, self._count_names(request))
         transforms: list[Transform] = []
         try:
@@ -140,9 +140,9 @@ class ServerBackend(Backend):
         """
         return self.begin(Request(table, name, structs.replace(CONTROL, given=given)), "nothing")
 
-    def look(self, ready: Ready) -> None:
+    def poll(self, ready: Ready) -> None:
         """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
-        self._queue.look(ready)
+        self._queue.poll(ready)
 
     def wait(self, ready: Ready, until: float) -> None:
         """Polls until ``ready()`` or the monotonic time ``until``."""

@@ -31,7 +31,7 @@ def allgather_int(value: int, name: str, options: Options = Options()) -> dict[i
     """
     world = PROCESS.world
     # Not world.size: in an elastic job, ranks may see different numbers of workers.
-    values = torch.zeros(world.most, dtype=torch.int64, device="cpu")
+    values = torch.zeros(world.full_size, dtype=torch.int64, device="cpu")
     values[world.rank] = value
     values = world.begin(Request(values, name, options)).wait()
     return {rank: int(values[rank]) for rank in values.nonzero().flatten().tolist()}

@@ -234,7 +234,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     world = PROCESS.world
     is_root = bool(world.rank == root_rank)  # NumPy's integers compare to its own bool
     # A lost root is reported by the round, because ranks may learn of the loss at different times.
-    named = int(root_rank) if root_rank in range(world.most) else -1
+    named = int(root_rank) if root_rank in range(world.full_size) else -1
     said = torch.tensor([1, is_root, named, named**2, size if is_root else 0], device="cpu")
     summed = world.begin(Request(said, f"broadcast/{name}/root", Options(purpose="control"))).wait()
     ranks, roots, sum_named, sum_squares, size = summed.tolist()
@@ -244,7 +244,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
             f"it is {root_rank} on rank {world.rank}"
         )
     if named < 0:
-        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {world.most - 1}")
+        raise UsageError(f"root_rank {root_rank!r:.60}: expected 0 to {world.full_size - 1}")
     if not roots:
         raise RootLostError
     return int(size)
@@ -253,7 +253,7 @@ def _agree(root_rank: int, size: int, name: str) -> int:
 class Counting:
     """Interface of an optimizer whose ranks must count steps alike."""
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Called on all ranks, once they have loaded equal states."""
 
 
@@ -279,7 +279,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
     if isinstance(optimizer, Counting):
-        optimizer.count_anew()
+        optimizer.reset_counts()
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:

@@ -137,9 +137,9 @@ def broadcast_async(tensor: Tensor, root_rank: int = 0, name: str = "tensor") ->
     world, own = PROCESS.world, f"broadcast/{name}/tensor"
     try:
         _check(tensor, name)
-        if root_rank not in range(world.most):
+        if root_rank not in range(world.full_size):
             raise UsageError(
-                f"broadcast of {name!r}: root_rank {root_rank!r:.60}: expected 0 to {world.most - 1}"
+                f"broadcast of {name!r}: root_rank {root_rank!r:.60}: expected 0 to {world.full_size - 1}"
             )
     except (TensorError, UsageError) as error:
         _push_refusal(own, error)

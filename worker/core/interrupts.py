@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 
 # The functions that `signal` wraps: its wrappers take ten times as long.
 from _signal import getsignal, raise_signal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from signal import SIGINT, default_int_handler
 from threading import get_ident
 from types import FrameType
@@ -25,11 +23,6 @@ Handler = Callable[[int, FrameType | None], object]
 
 INTERRUPT_SECONDS = 0.1
 """After so long, Ctrl-C interrupts the wait for a lock."""
-
-Ready = Callable[[], bool]
-"""Returns True once the event that a thread waits for has happened. It is called often, and must not wait
-itself."""
-
 
 # Looking it up in each mask would take as long as the rest of the mask.
 _main_thread = threading.main_thread().ident
@@ -161,33 +154,3 @@ class MaskedLock(contextlib.AbstractContextManager[None]):
 
 
 MASK = InterruptMask()
-
-
-class Sleepers:
-    """Threads that sleep until another thread has news. Every method may be called from any thread.
-
-    No lock is held while the mask is lifted. :class:`threading.Condition` gives its lock back and takes it
-    again in Python, so what the script's handler raises in between would meet a caller without the lock.
-    """
-
-    def __init__(self) -> None:
-        self.alarms: set[SimpleQueue[None]] = set()
-        """Empty while no thread sleeps: then a call of :meth:`wake` may be left out."""
-
-    def sleep(self, ready: Ready, until: float) -> None:
-        """Returns once ``ready()``, asked after each :meth:`wake`, or at the monotonic time ``until``."""
-        alarm: SimpleQueue[None] = SimpleQueue()
-        self.alarms.add(alarm)  # before ready() is asked: a wake between the two is not missed
-        try:
-            with MASK.lifted:
-                while not ready() and (seconds := until - time.monotonic()) > 0:
-                    with contextlib.suppress(Empty):
-                        alarm.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        finally:
-            self.alarms.discard(alarm)
-
-    def wake(self) -> None:
-        """Makes all sleepers ask ``ready()`` again."""
-        for alarm in tuple(self.alarms):
-            if alarm.empty():  # otherwise its thread has not called ready() yet
-                alarm.put(None)

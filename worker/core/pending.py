@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor
 
 from zenps.errors import DeadlineError, UsageError, ZenPSError
 
-from .interrupts import MaskedLock, Ready, Sleepers
+from .interrupts import MaskedLock
 from .request import Options, device_error
-from .spans import Spans
-from .statistics import Counted, Progress, Report, Statistics
+from .statistics import Counted, Progress, Report
 from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
+from .waiting import Waiting
 
 NO_REPORT: Final = Report()
 
@@ -38,48 +37,6 @@ def _after_fork() -> None:
 
 # Counted, because asking the kernel for the process id at each call would take longer.
 os.register_at_fork(after_in_child=_after_fork)
-
-
-class Waiter(ABC):
-    """A way in which a thread waits for results that other threads or nodes produce."""
-
-    @abstractmethod
-    def wait(self, ready: Ready, until: float) -> None:
-        """Returns once ``ready()``, or at the monotonic time ``until``."""
-
-    @abstractmethod
-    def look(self, ready: Ready) -> None:
-        """Processes what has arrived, so that ``ready()`` is up to date; does not wait for more."""
-
-
-class Notifier(Waiter):
-    """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
-
-    def __init__(self) -> None:
-        self._sleepers = Sleepers()
-
-    def wait(self, ready: Ready, until: float) -> None:
-        self._sleepers.sleep(ready, until)
-
-    def look(self, ready: Ready) -> None:
-        """Does nothing: the other thread needs no help."""
-
-    def notify(self) -> None:
-        """Wakes all waiting threads."""
-        self._sleepers.wake()
-
-
-class Waiting(NamedTuple):
-    """How the results of a backend are waited for, and where they are counted.
-
-    Attributes:
-        timeout_seconds: a last resort; deadlines of rounds expire earlier.
-    """
-
-    waiter: Waiter
-    timeout_seconds: float
-    statistics: Statistics
-    spans: Spans
 
 
 class Pending:
@@ -124,8 +81,9 @@ class Pending:
         self._rounds = 0
         """The number of rounds in flight."""
         self._answers: deque[Answer | EncodedTensor | ZenPSError] = deque()
-        self._renewals = 0
-        """How often the wait began anew: the poller absorbed an answer, or a server's time began anew."""
+        self._restarts = 0
+        """How often the timeout was restarted: by an answer that the poller absorbed, or by a server's new
+        deadline."""
         self._unabsorbed = 0
         """Answers that the waiting thread has yet to absorb, whether they have come or not."""
         self._waited_seconds = self._worked_seconds = 0.0
@@ -152,7 +110,7 @@ class Pending:
         if not self.progress.ended:
             if self._forks != _forks:
                 self._refuse_fork()
-            self._waiting.waiter.look(lambda: self.progress.ended)
+            self._waiting.waiter.poll(lambda: self.progress.ended)
         return self.progress.ended
 
     def wait(self) -> Tensor:
@@ -232,7 +190,7 @@ class Pending:
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
             following = transfer.on_answer(answer)
-            self._renewals += 1
+            self._restarts += 1
             self._worked_seconds += time.perf_counter() - begin
         else:
             self._answers.append(answer)
@@ -246,7 +204,7 @@ class Pending:
         """Restarts a round in flight as ``encoded``, because the ring has changed."""
         if self.transfer.absorbs_on == "poller":
             self.transfer.restart(encoded)
-            self.wait_anew()
+            self.restart_timeout()
             return
         self.progress.pushed_rows = self.progress.pulled_rows = self.progress.pulled_bytes = 0
         # Only the waiting thread may use the transfer, and it may be absorbing an old answer now: it restarts
@@ -254,9 +212,9 @@ class Pending:
         # woken for an answer and finds none would raise a DeadlineError.
         self._answers = deque([encoded])
 
-    def wait_anew(self) -> None:
-        """A server's time begins anew, and with it the wait for its answer."""
-        self._renewals += 1
+    def restart_timeout(self) -> None:
+        """Restarts the timeout of :meth:`wait`, because a server has restarted its deadline."""
+        self._restarts += 1
 
     def complete(self, result: Tensor) -> None:
         """Supplies the result. Only for a :class:`SuppliedTransfer`."""
@@ -308,13 +266,13 @@ class Pending:
         progress = self.progress
         waiter, timeout_seconds, _, spans = self._waiting
         until = time.monotonic() + timeout_seconds
-        begin, renewals = time.perf_counter(), self._renewals
+        begin, restarts = time.perf_counter(), self._restarts
         # Asked in this order: the last answer is there before the end is.
         while not progress.ended or self._answers:
             with spans("wait", self.name, progress.step):
                 waiter.wait(self._has_news, until)
-            if self._renewals != renewals:
-                renewals, until = self._renewals, time.monotonic() + timeout_seconds
+            if self._restarts != restarts:
+                restarts, until = self._restarts, time.monotonic() + timeout_seconds
             elif not self._answers and not progress.ended:
                 progress.fail()
                 self._tell_end()

@@ -11,8 +11,8 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,8 @@ from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError
 from zenps.kernels.gpu.cupy import CupyLauncher, on_device
 from zenps.kernels.gpu.launcher import Launcher
+from zenps.kernels.gpu.place import DeviceLayout
+from zenps.partition.device_layout import device_layout_on
 from zenps.partition.layout import Layout
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.tensors import tensor_from_bytes
@@ -30,9 +32,7 @@ from ..core.memory import POOL_BYTES
 from .pinned import pinned_pool, shared_pinned_pool
 
 # The time between two queries of a device: short compared with a round, long compared with the query itself.
-LOOK_SECONDS = 50e-6
-
-Made = TypeVar("Made")
+QUERY_SECONDS = 50e-6
 
 
 class Event(Protocol):
@@ -43,8 +43,8 @@ class Event(Protocol):
         ...
 
 
-class Lane(ABC):
-    """A stream of ZenPS on a device: work that is enqueued here runs in order."""
+class DeviceStream(ABC):
+    """A CUDA stream of ZenPS: work that is enqueued here runs in order."""
 
     @abstractmethod
     def current(self) -> contextlib.AbstractContextManager[object]:
@@ -77,8 +77,8 @@ class Accelerator(ABC):
 
     device: torch.device
     launcher: Launcher
-    pushing: Lane
-    pulling: Lane
+    pushing: DeviceStream
+    pulling: DeviceStream
     pinned: BufferPool
     deadline_seconds: float
 
@@ -103,7 +103,7 @@ class Accelerator(ABC):
                     f"{self.device} did not finish its work within {self.deadline_seconds:g} s; raise "
                     "cluster.deadline_seconds if its work takes longer"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(QUERY_SECONDS)
 
     def to_host(self, tensor: Tensor, pool: BufferPool | None = None) -> Tensor:
         """Returns a copy in pinned memory, by default :attr:`pinned`.
@@ -142,7 +142,7 @@ class CudaAccelerator(Accelerator):
         self._shared: BufferPool | None = None
         self._sharing = threading.Lock()
         self.deadline_seconds = deadline_seconds
-        self.pushing, self.pulling = _CudaLane(device), _CudaLane(device)
+        self.pushing, self.pulling = _CudaStream(device), _CudaStream(device)
 
     def pinned_in(self, arena: Arena | None) -> BufferPool:
         if arena is None:
@@ -165,19 +165,21 @@ class Accelerators:
         self._made: dict[torch.device, Accelerator] = {}
         self._lock = threading.Lock()
 
-    def of(self, device: torch.device) -> Accelerator:
-        """Returns the accelerator of a device, which is not the CPU.
+    def of(self, device: torch.device) -> Accelerator | None:
+        """Returns the accelerator of a device; None for the CPU.
 
         Raises:
             ConfigError: CuPy is not installed.
         """
+        if device.type == "cpu":
+            return None
         with self._lock:
             if device not in self._made:
                 self._made[device] = CudaAccelerator(device, self._deadline_seconds)
             return self._made[device]
 
 
-class _CudaLane(Lane):
+class _CudaStream(DeviceStream):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -207,32 +209,28 @@ class _CudaLane(Lane):
             tensor.record_stream(stream)
 
 
-class OnDevices(Generic[Made]):
-    """Tables of layouts on devices, each made when it is first asked for. Thread-safe.
+class DeviceLayouts:
+    """Layouts on devices, each copied when it is first asked for. Thread-safe.
 
-    A table lives as long as its layout, that is, as long as any tensor is sharded by the layout.
-
-    Args:
-        make: makes the table of a layout on a device.
-        tensors: returns the tensors of a table.
+    A copy lives as long as its layout, that is, as long as any tensor is sharded by the layout.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Layout, torch.device], Made],
-        tensors: Callable[[Made], Sequence[Tensor]],
-    ) -> None:
-        self._make, self._tensors = make, tensors
-        self._made: WeakKeyDictionary[Layout, dict[torch.device, Made]] = WeakKeyDictionary()
+    def __init__(self) -> None:
+        self._made: WeakKeyDictionary[Layout, dict[torch.device, DeviceLayout]] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(self, gpu: Accelerator, layout: Layout) -> Made:
+    def of(self, gpu: Accelerator, layout: Layout) -> DeviceLayout:
+        """Returns the copy of a layout on a device.
+
+        Raises:
+            ConfigError: the tables of the layout's permutation do not fit in ``sync.table_bytes``.
+        """
         with self._lock:
             made = self._made.setdefault(layout, {})
             if gpu.device not in made:
                 # Allocated on one stream that reads it, and known to the other, so that its memory is not
                 # reused before both are done with it.
                 with gpu.pushing.current():
-                    made[gpu.device] = self._make(layout, gpu.device)
-                    gpu.pulling.follow(*self._tensors(made[gpu.device]))
+                    made[gpu.device] = device_layout_on(layout, gpu.device)
+                    gpu.pulling.follow(*made[gpu.device].tensors)
             return made[gpu.device]

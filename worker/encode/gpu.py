@@ -175,9 +175,9 @@ class StagedSparse(Staged, OneRound):
         gpu, size = self._accelerator, self._device_layout.size
         in_bitmap = self._settings.compaction == "bitmap"
         words = bitmap_scratch_words(size) if in_bitmap else sort_scratch_words(self.rows_given, size)
-        told = gpu.pinned.empty((1 + len(stops),), torch.int64)
-        told.numpy()[:] = 0
-        header = Header(stops, told, torch.empty(words, dtype=torch.int64, device=gpu.device))
+        report = gpu.pinned.empty((1 + len(stops),), torch.int64)
+        report.numpy()[:] = 0
+        header = Header(stops, report, torch.empty(words, dtype=torch.int64, device=gpu.device))
         numbers = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
         positions = place_rows(gpu.launcher, self._device_layout, numbers, header.scratch)
         values = self._values.reshape(len(numbers), self._columns).contiguous()

@@ -14,7 +14,6 @@ from zenps.config.sizes import message_bytes
 from zenps.config.sources import kernel_threads
 from zenps.errors import UsageError
 from zenps.kernels.factory import make_kernels
-from zenps.partition.device_layout import device_layout_on
 from zenps.schemes.base import Scheme
 from zenps.wire.blocks import PHASES
 from zenps.wire.shared_memory.arena import Arena
@@ -22,7 +21,7 @@ from zenps.wire.shared_memory.arena import Arena
 from ..core.memory import POOL_BYTES
 from ..core.request import Request, table_shape
 from ..core.transfer import Transfer, Transform
-from .accelerator import Accelerator, Accelerators, OnDevices
+from .accelerator import Accelerator, Accelerators, DeviceLayouts
 from .blocks import BlockTransfer
 from .dense import DenseTransfer, WholeTransfer
 from .gpu import StagedSparse
@@ -31,7 +30,7 @@ from .sharder import Sharder
 from .sparse import SparseTransfer
 from .staged import StagedBlocks, StagedDense, empty_on
 from .streams import LONGEST_NAME, Plan, plan_streams
-from .transforms import TRANSFORMS, ByElement
+from .transforms import wire_transforms
 
 
 class Planner:
@@ -53,8 +52,8 @@ class Planner:
         # Broadcasts happen once: in the pool, their buffers would displace those that each step uses.
         self._unpooled = BufferPool(0)
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
-        self._accelerators = Accelerators(config.cluster.patience_seconds)
-        self._device_layouts = OnDevices(device_layout_on, lambda layout: layout.tensors)
+        self._accelerators = Accelerators(config.cluster.deadline_or_infinity_seconds)
+        self._device_layouts = DeviceLayouts()
 
     def count_names(self, request: Request) -> int:
         """Returns how many names the tensor's rounds take: one for each stream.
@@ -62,7 +61,7 @@ class Planner:
         Raises:
             UsageError: the name is too long for a tensor in streams.
         """
-        if not self._in_blocks or (plan := self._plan(request)) is None:
+        if (plan := self._plan(request)) is None:
             return 1
         if len(request.name) > LONGEST_NAME:
             reason = f"expected at most {LONGEST_NAME} characters, because its streams have longer names"
@@ -71,17 +70,14 @@ class Planner:
 
     def first_rounds(self, request: Request, step: int) -> list[tuple[str, int]]:
         """Returns the rounds with which the tensor begins: name and step of each, as servers know them."""
-        if not self._in_blocks or (plan := self._plan(request)) is None:
+        if (plan := self._plan(request)) is None:
             return [(request.name, step)]
         return [(f"{request.name}#{stream}", step * PHASES) for stream in range(plan.streams)]
 
-    def transforms(self, tensor: Tensor) -> tuple[Transform, ...]:
+    def transforms(self, tensor: Tensor) -> list[Transform]:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
-        if not tensor.is_sparse or (transform := TRANSFORMS[self._wire.keys]) is None:
-            return ()
-        if transform is ByElement:
-            return (ByElement(tensor, self._kernels, is_elastic=self._config.cluster.is_elastic),)
-        return (transform(tensor, self._kernels),)
+        is_elastic = self._config.cluster.is_elastic
+        return wire_transforms(self._wire.keys, tensor, self._kernels, is_elastic=is_elastic)
 
     def quantizes(self, request: Request) -> bool:
         """Returns whether the tensor's values are quantized: those of float32 gradients, over servers."""
@@ -107,10 +103,10 @@ class Planner:
             ConfigError: the tensor is on a GPU, and CuPy is not installed.
         """
         tensor, name, options = request
-        gpu = self._accelerator(tensor)
+        gpu = self._accelerators.of(tensor.device)
         if tensor.is_sparse:
             return self._begin_sparse(request, expected_rows, gpu, arena)
-        if self._in_blocks and (plan := self._plan(request)) is not None:
+        if (plan := self._plan(request)) is not None:
             shardings = self._sharder.ring.shard_streams(name, plan.streams)
             if gpu is None:
                 return BlockTransfer(tensor, plan, shardings, self._pool)
@@ -143,7 +139,7 @@ class Planner:
 
     def _plan(self, request: Request) -> Plan | None:
         """Returns how a tensor is divided into blocks and streams; None if it goes in chunks."""
-        if not request.options.is_reduction:
+        if not self._in_blocks or not request.options.is_reduction:
             return None
         tensor = request.tensor
         sync, max_bytes = self._config.sync, message_bytes(self._config)
@@ -164,7 +160,3 @@ class Planner:
         if not options.is_dropped and options.rounding is None:
             residual = options.residuals.of(name, rows, columns, device=device)
         return Quantizer(codec, residual, empty, options.parts, options.rounding)
-
-    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
-        """Returns the accelerator of the tensor's device; None for the CPU."""
-        return None if tensor.is_cpu else self._accelerators.of(tensor.device)

@@ -112,9 +112,19 @@ class ByElement(Transform):
         return as_sparse(rows, values, self._shape, self._sparse_dim)
 
 
-TRANSFORMS: Final[dict[Keys, type[Densified | ByElement] | None]] = {
-    "rows": None,
-    "elements": ByElement,
-    "none": Densified,
-}
-"""The transform of a sparse tensor, by what its positions count."""
+def wire_transforms(
+    keys: Keys, tensor: Tensor, kernels: Kernels, *, is_elastic: bool = False
+) -> list[Transform]:
+    """Returns the transforms that a scheme applies to a tensor before it is encoded; none to a strided one.
+
+    Args:
+        keys: what positions count in the scheme.
+        tensor: on any device.
+        kernels: for a tensor on the CPU.
+        is_elastic: as for :class:`ByElement`.
+    """
+    if not tensor.is_sparse or keys == "rows":
+        return []
+    if keys == "elements":
+        return [ByElement(tensor, kernels, is_elastic=is_elastic)]
+    return [Densified(tensor, kernels)]

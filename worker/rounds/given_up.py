@@ -41,8 +41,8 @@ class GivenUpRounds:
         self._ahead[message.tensor] = message.step
         return self.add(message, servers)
 
-    def lacks(self, wanted: Wanted) -> bool:
-        """True if this rank never begins the round that another rank pushes again."""
+    def has_given_up(self, wanted: Wanted) -> bool:
+        """Returns whether this rank gave the wanted round up before it began here."""
         return self._ahead.get(wanted.tensor) == wanted.step
 
     def on_result(self, result: Result) -> None:

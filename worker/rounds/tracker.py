@@ -49,7 +49,7 @@ from .states import (
 )
 
 # A server's deadline expires first, because its error names the missing ranks.
-PATIENCE_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 
 # A push is hardly ever refused as busy more than once, and damaged more than once only by broken hardware.
 MAX_REPETITIONS = 16
@@ -88,10 +88,6 @@ class WorkerRounds:
         """The newest watermark that the scheduler has begun."""
         self._before_watermark: set[tuple[str, int]] = set()
         """Rounds in flight that began before the newest watermark reached this worker."""
-        self.resharded = 0
-        """How often a round in flight was resharded."""
-        self.recalled = 0
-        """How often a round that had ended here was pushed again for another rank."""
 
     @property
     def in_flight(self) -> int:
@@ -130,7 +126,6 @@ class WorkerRounds:
             round_.state = ROUND[round_.state]["ring changed"]
             round_.unanswered, round_.fragments = {}, {}
             if round_.state in AWAITED:
-                self.resharded += 1
                 actions.append(Reshard(round_))
             else:
                 self._kept[key] = self._in_flight.pop(key)
@@ -284,7 +279,7 @@ class WorkerRounds:
 
     def _deadline(self, now: float) -> float:
         """Of a push that may open its round at a server: the time of the server begins then."""
-        return now + self._deadline_seconds + PATIENCE_SECONDS
+        return now + self._deadline_seconds + MARGIN_SECONDS
 
     def _push(self, round_: Round, now: float) -> list[Action]:
         for out in round_.outgoing:
@@ -304,12 +299,11 @@ class WorkerRounds:
             round_ = self._in_flight[key] = self._kept.pop(key)
             round_.state = ROUND[round_.state]["wanted"]
             round_.deadline = math.inf
-            self.recalled += 1
             if round_.ring_epoch != self._ring_epoch:
                 round_.again = True
                 round_.sent_again = {}
                 actions.append(Reshard(round_))
-        if round_ is None and self._given_up.lacks(message):
+        if round_ is None and self._given_up.has_given_up(message):
             return [SendGiveUp(server, GiveUp(self._ring_epoch, *key, message.chunk))]
         if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
             return actions

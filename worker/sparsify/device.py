@@ -19,7 +19,7 @@ from zenps.errors import DeadlineError, TensorError, ZenPSError
 from zenps.kernels.gpu.threshold_compact import greatest, threshold_compact
 from zenps.sparsifiers.base import Above, Sparsifier, Sums
 
-from ..encode.accelerator import Accelerator, Lane
+from ..encode.accelerator import Accelerator, DeviceStream
 from .selection import Gradient, blaming, kind_of
 
 # The initial capacity for selected elements: FEW, plus the larger of 1/PART of the searched elements and
@@ -115,7 +115,7 @@ class DeviceGradient(Gradient):
         return gradient
 
     @contextlib.contextmanager
-    def _enqueued(self, lane: Lane) -> Iterator[None]:
+    def _enqueued(self, stream: DeviceStream) -> Iterator[None]:
         """Context for work on a stream; at its end, waits for it, also after an error.
 
         Assign each copy to the host to a variable as soon as it is made: this keeps its memory until then.
@@ -126,16 +126,16 @@ class DeviceGradient(Gradient):
         """
         try:
             try:
-                with lane.current():
+                with stream.current():
                     yield
             except DeadlineError:  # of a wait
                 raise
             except BaseException:
                 # Copies to pinned memory may be under way, and its pool lends it again after the error.
                 with contextlib.suppress(Exception):
-                    self.gpu.wait_for(lane.mark())
+                    self.gpu.wait_for(stream.mark())
                 raise
-            self.gpu.wait_for(lane.mark())
+            self.gpu.wait_for(stream.mark())
         except ZenPSError:
             raise
         except Exception as error:  # of any class: CuPy also compiles kernels, and writes them to files

@@ -23,7 +23,7 @@ from ..core.request import Request, turn_of, without_turn
 from ..core.residuals import CPU, Feedback, Rounding, shared_part
 from ..core.statistics import Statistics
 from ..core.transfer import Transfer, Transform
-from ..encode.accelerator import Accelerator, Accelerators
+from ..encode.accelerator import Accelerators
 from ..encode.sparse import as_sparse
 from ..encode.transforms import ToHost
 from .agreed import ROUNDS, Agreed
@@ -70,7 +70,7 @@ class Sparsification:
         self._rank, self._world = rank, world
         self._statistics = statistics
         # Not the planner's: a selection waits for all work of its stream, and would wait for others' copies.
-        self._accelerators = Accelerators(config.cluster.patience_seconds)
+        self._accelerators = Accelerators(config.cluster.deadline_or_infinity_seconds)
         self._feedback: WeakValueDictionary[str, Feedback] = WeakValueDictionary()
         """By name of the tensor."""
         self._loaded: dict[str, Mapping[str, Any]] = {}
@@ -125,7 +125,7 @@ class Sparsification:
         tensor, name, options = request
         gpu = None
         if self.kind.on_device and tensor.dtype in DTYPES:
-            gpu = self._accelerator(tensor)
+            gpu = self._accelerators.of(tensor.device)
         with contextlib.nullcontext() if gpu is None else gpu.pushing.current():
             feedback = self._feedback_of(request, step, CPU if gpu is None else gpu.device)
         feedback.next_step = feedback.first_step + step + 1
@@ -206,10 +206,6 @@ class Sparsification:
     def adopt(self, shared: Mapping[str, Any]) -> None:
         """Continues from another rank's :meth:`shared_state`; each tensor takes its own in its step 0."""
         self._shared = dict(shared)
-
-    def _accelerator(self, tensor: Tensor) -> Accelerator | None:
-        """Returns the accelerator of the tensor's device; None for the CPU."""
-        return None if tensor.is_cpu else self._accelerators.of(tensor.device)
 
     def _origin(self) -> dict[str, str | int]:
         sync = self._config.sync

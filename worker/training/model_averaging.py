@@ -70,11 +70,11 @@ class ModelAveraging(Consistency):
         """Whether this model was averaged in the world that this process has joined, and not only before."""
         return self._name.is_taken
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.step = 0
         self.is_synchronized = False
 
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Does nothing: a state has the number of its step."""
 
     def synchronize(self) -> None:

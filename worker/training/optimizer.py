@@ -113,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             self._consistency = GradientSynchronizer(names, average, momentum)
         self._consistency.passes_per_step = backward_passes_per_step
         _warn_of_momentum(optimizer)
-        PROCESS.after_joining(self._consistency.begin_anew)
+        PROCESS.after_joining(self._consistency.reset)
         PROCESS.before_leaving(self.drain)
         STEP_HOOK.guard(self)
 
@@ -367,8 +367,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         first = next((each for group in optimizer.param_groups for each in group["params"]), None)
         return any(each is first for group in self._inner.param_groups for each in group["params"])
 
-    def count_anew(self) -> None:
-        self._consistency.count_anew()
+    def reset_counts(self) -> None:
+        self._consistency.reset_counts()
 
     def adopt_agreement(self, root_rank: int) -> None:
         """Adopts what the root's optimizer has agreed on; for :class:`zenps.TrainingState`."""

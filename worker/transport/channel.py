@@ -28,13 +28,14 @@ from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.sockets import Socket, receive_frames
 
-from ..core.interrupts import MASK, Ready
-from ..core.pending import LeftError, Pending, Waiter
+from ..core.interrupts import MASK
+from ..core.pending import LeftError, Pending
 from ..core.request import Options
 from ..core.spans import Spans
 from ..core.statistics import Progress
 from ..core.steps import Steps
 from ..core.transfer import Answer, EncodedTensor
+from ..core.waiting import Ready, Waiter
 from ..encode.sharder import Sharder
 from ..rounds.states import Action, Deliver, Fail, Reshard, Round, SendGiveUp, SendPush
 from ..rounds.tracker import WorkerRounds
@@ -49,8 +50,8 @@ logger = logging.getLogger("zenps.worker")
 # As integers: an enum's operator takes microseconds, at each message.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 
-# How long look() polls: enough to receive what has arrived, too short to be noticed.
-LOOK_SECONDS = 0.001
+# How long poll() waits: enough to receive what has arrived, too short to be noticed.
+POLL_SECONDS = 0.001
 
 # How long each close() waits for a thread to end, or to release the lock. That takes microseconds, unless the
 # thread runs an event that takes long, or hangs.
@@ -81,7 +82,7 @@ class Channel(Waiter):
         cluster, view = membership.cluster, membership.view
         self._sharder, self._steps = sharder, steps
         self._metrics, self._spans = metrics, spans
-        self._rounds = WorkerRounds(cluster.patience_seconds)
+        self._rounds = WorkerRounds(cluster.deadline_or_infinity_seconds)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
         self._pending: dict[int, tuple[Round, Pending]] = {}
         """The rounds in flight, with the result that waits for each, by the round's id."""
@@ -141,15 +142,15 @@ class Channel(Waiter):
             with MASK:
                 if self._lock.take_or_sleep(ready, until):
                     try:
-                        return self._poll(ready, until)
+                        return self._poll_until(ready, until)
                     finally:
                         self._release()
             if ready() or time.monotonic() >= until:
                 return
 
-    def look(self, ready: Ready = lambda: False) -> None:
+    def poll(self, ready: Ready = lambda: False) -> None:
         """Processes what has arrived in case no thread polls: another rank may need a round again."""
-        self.wait(ready, time.monotonic() + LOOK_SECONDS)
+        self.wait(ready, time.monotonic() + POLL_SECONDS)
 
     def close(self) -> None:
         """Closes the sockets; rounds in flight fail."""
@@ -217,7 +218,7 @@ class Channel(Waiter):
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)
 
-    def _poll(self, ready: Ready, until: float) -> None:
+    def _poll_until(self, ready: Ready, until: float) -> None:
         while True:
             while self._lock.commands:
                 self._run(self._lock.commands.popleft())
@@ -248,7 +249,7 @@ class Channel(Waiter):
 
     def _on_tick(self, now: float) -> None:
         self._execute(self._rounds.on_tick(now, self._servers.behind()))
-        if self._rounds.in_flight and (error := self._servers.connectivity.look(now)):
+        if self._rounds.in_flight and (error := self._servers.connectivity.check(now)):
             self._lose(error)
         oldest = next(iter(self._pending.values()), None)
         self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
@@ -347,7 +348,7 @@ class Channel(Waiter):
                     if resumed is not None:
                         self._metrics.refused_pushes.inc()
                         if id(resumed) in self._pending:
-                            self._pending[id(resumed)][1].wait_anew()
+                            self._pending[id(resumed)][1].restart_timeout()
                     try:
                         self._sender.send(out)
                     except zmq.Again:

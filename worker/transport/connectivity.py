@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -43,13 +43,11 @@ class Connectivity:
 
     Args:
         cluster: for ``lease_seconds``, and for ``rendezvous_seconds``: how long a server may be unreachable.
-        why: returns why an address cannot be reached, or "" if it can.
     """
 
-    def __init__(self, cluster: ClusterConfig, why: Callable[[str], str] = why_unreachable) -> None:
+    def __init__(self, cluster: ClusterConfig) -> None:
         self._lease_seconds = cluster.lease_seconds
         self._most_seconds = max(cluster.lease_seconds, cluster.rendezvous_seconds)
-        self._why = why
         self._silent: dict[int, _Silent] = {}
 
     @property
@@ -70,7 +68,7 @@ class Connectivity:
         if rank in self._silent:
             self._silent[rank].failed_at = now
 
-    def look(self, now: float) -> PeerLostError | None:
+    def check(self, now: float) -> PeerLostError | None:
         """Checks a server while answers are awaited; logs a warning if it cannot be reached.
 
         It is called at each tick.
@@ -95,7 +93,7 @@ class Connectivity:
     def _trouble(self, silent: _Silent, now: float) -> str:
         """Says why a server does not answer, and what to do; "" if nothing is known."""
         member = silent.member
-        if reason := self._why(member.address):
+        if reason := why_unreachable(member.address):
             return (
                 f"{member} cannot be reached at {member.address} from here ({reason}): set cluster.host "
                 "there to an address that all workers reach, and let its port through all firewalls"

@@ -21,13 +21,13 @@ class EventThread:
 
     Args:
         channel: an event that raises fails all of its rounds.
-        look_seconds: how often the channel receives what has arrived, if no thread of the caller polls:
+        poll_seconds: how often the channel receives what has arrived, if no thread of the caller polls:
             another rank may need a round again.
     """
 
-    def __init__(self, channel: Channel, look_seconds: float) -> None:
+    def __init__(self, channel: Channel, poll_seconds: float) -> None:
         self._channel = channel
-        self._look_seconds = look_seconds
+        self._poll_seconds = poll_seconds
         self._events: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="zenps-events", daemon=True)
         self._thread.start()
@@ -42,13 +42,13 @@ class EventThread:
         self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        next_look = time.monotonic() + self._look_seconds
+        next_poll = time.monotonic() + self._poll_seconds
         while True:
             try:
-                event = self._events.get(timeout=max(next_look - time.monotonic(), 0.0))
+                event = self._events.get(timeout=max(next_poll - time.monotonic(), 0.0))
             except Empty:
-                event = self._channel.look
-                next_look = time.monotonic() + self._look_seconds
+                event = self._channel.poll
+                next_poll = time.monotonic() + self._poll_seconds
             if event is None:
                 return
             try:

@@ -38,7 +38,7 @@ from ..core.interrupts import MASK
 from ..core.pending import LeftError
 from ..core.spans import Spans
 from ..core.statistics import Statistics
-from ..rounds.tracker import PATIENCE_SECONDS
+from ..rounds.tracker import MARGIN_SECONDS
 from . import commands
 from .channel import CLOSE_SECONDS, Channel
 from .events import EventThread
@@ -208,7 +208,7 @@ class Lease:
         Returns:
             the loss as an error; None if none is reported in time, or once ``is_over()``.
         """
-        until = time.monotonic() + self._cluster.lease_seconds + PATIENCE_SECONDS
+        until = time.monotonic() + self._cluster.lease_seconds + MARGIN_SECONDS
         self._channel.wait(lambda: bool(self.failure or self.view.left or is_over()), until)
         gone = [worker for worker in self.view.workers if worker.rank in self.view.left]
         return self.failure or (

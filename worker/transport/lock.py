@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-from ..core.interrupts import Ready, Sleepers
+from ..core.waiting import Ready, Sleepers
 
 Command = TypeVar("Command")
 

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from zenps.observe.clock import now_ns
 
-from ..core.interrupts import MASK, MaskedLock, Ready
-from ..core.pending import Pending, Waiter
+from ..core.interrupts import MASK, MaskedLock
+from ..core.pending import Pending
 from ..core.request import device_error
 from ..core.spans import Spans
 from ..core.steps import Steps
-from ..encode.accelerator import LOOK_SECONDS
+from ..core.waiting import Ready, Waiter
+from ..encode.accelerator import QUERY_SECONDS
 from .channel import Channel
 
 POLL_SECONDS = 0.05
@@ -71,7 +72,7 @@ class SubmitQueue(Waiter):
             if not self._staged or ready() or time.monotonic() >= until:
                 return
             with MASK.lifted:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(QUERY_SECONDS)
 
     def wait(self, ready: Ready, until: float) -> None:
         # Push everything before waiting: other ranks wait for these tensors.
@@ -80,12 +81,12 @@ class SubmitQueue(Waiter):
         while self._staged and not ready() and (now := time.monotonic()) < until:
             self.advance(min(until, now + POLL_SECONDS), ready)
             if self._staged:
-                self._channel.look(ready)
+                self._channel.poll(ready)
         self._channel.wait(ready, until)
 
-    def look(self, ready: Ready) -> None:
+    def poll(self, ready: Ready) -> None:
         self.advance(until=0.0)
-        self._channel.look(ready)
+        self._channel.poll(ready)
 
     def _submit_if_prepared(self, staged: _Staged) -> bool:
         """Pushes the tensor if it is prepared. Returns whether it was pushed or has failed."""

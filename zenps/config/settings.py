@@ -122,7 +122,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.on_worker_loss == "continue"
 
     @property
-    def patience_seconds(self) -> float:
+    def deadline_or_infinity_seconds(self) -> float:
         """``deadline_seconds``, or infinity where there is no deadline."""
         return self.deadline_seconds or math.inf
 

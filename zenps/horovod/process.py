@@ -29,7 +29,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "init: expected neither comm nor process_sets: a ZenPS job has one group, that of all workers"
         )
     if not worker.is_initialized():
-        _begin_anew()  # zenps.shutdown() may have left the job before
+        _reset()  # zenps.shutdown() may have left the job before
         worker.init()
     if not _local_ranks:
         _local_ranks.extend(worker.allgather_object(worker.local_rank(), "horovod/local_rank"))
@@ -37,11 +37,11 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def shutdown() -> None:
     """Leaves the cluster, as :func:`zenps.shutdown` does."""
-    _begin_anew()
+    _reset()
     worker.shutdown()
 
 
-def _begin_anew() -> None:
+def _reset() -> None:
     _local_ranks.clear()
     TURNS.reset()
 

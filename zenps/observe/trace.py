@@ -116,10 +116,10 @@ OFF: Final = Trace()
 class Span:
     """A ``with`` block that is recorded, however it ends."""
 
-    __slots__ = ("_args", "_begin_ns", "_kind", "_recorder")
+    __slots__ = ("_args", "_begin_ns", "_kind", "_writer")
 
-    def __init__(self, recorder: Recorder, kind: str, args: dict[str, Any]) -> None:
-        self._recorder, self._kind, self._args = recorder, kind, args
+    def __init__(self, writer: TraceWriter, kind: str, args: dict[str, Any]) -> None:
+        self._writer, self._kind, self._args = writer, kind, args
 
     def __enter__(self) -> Span:
         self._begin_ns = now_ns()
@@ -131,7 +131,7 @@ class Span:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._recorder.add("X", self._kind, self._begin_ns, self._args)
+        self._writer.add("X", self._kind, self._begin_ns, self._args)
 
     def note(self, **args: object) -> None:
         """Adds arguments that are known only within the block."""
@@ -142,7 +142,7 @@ _Record = tuple[Literal["X", "b", "i"], str, int, int, int, dict[str, Any]]
 """Phase, kind, begin and end in nanoseconds, thread, arguments; a plain tuple is the fastest to make."""
 
 
-class Recorder(Trace):
+class TraceWriter(Trace):
     """A trace that is on. Every method may be called from any thread.
 
     Args:
@@ -321,7 +321,7 @@ def open_trace(path: str, role: str) -> Trace:
     try:
         for name in names:
             try:
-                return Recorder(whole.with_name(f"{name}{whole.suffix}"), role)
+                return TraceWriter(whole.with_name(f"{name}{whole.suffix}"), role)
             except FileExistsError:
                 continue
     except (OSError, ValueError) as error:

@@ -20,12 +20,12 @@ RESOLVE_SECONDS = 0.5
 PROBE_SECONDS = 1.0
 
 
-def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
+def find_host(scheduler: str, timeout_seconds: float = 0.0) -> str:
     """This machine's address on the route to the scheduler. Nothing is sent.
 
     Args:
         scheduler: its ``host:port``.
-        patience_seconds: how long to wait until its name can be resolved: orchestrators publish the name only
+        timeout_seconds: how long to wait until its name can be resolved: orchestrators publish the name only
             when the scheduler has started.
 
     Raises:
@@ -33,7 +33,7 @@ def find_host(scheduler: str, patience_seconds: float = 0.0) -> str:
             address on that route.
     """
     host, port = parse_address(scheduler)
-    until = time.monotonic() + patience_seconds
+    until = time.monotonic() + timeout_seconds
     while True:
         try:
             family, kind, protocol, _, target = net.getaddrinfo(host, port, type=net.SOCK_DGRAM)[0]

@@ -48,7 +48,7 @@ logger = logging.getLogger("zenps.link")
 BEATS_PER_LEASE = 4
 
 # A node waits longer than the scheduler, whose error names the missing nodes.
-PATIENCE_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 
 _REFUSALS: dict[str, type[ZenPSError]] = {
     "mismatch": MismatchError,
@@ -120,14 +120,14 @@ class SchedulerLink:
         self.registration = Registration(register)
         self.send(register)
         began = time.monotonic()
-        patience_seconds = self._cluster.rendezvous_seconds + PATIENCE_SECONDS
+        timeout_seconds = self._cluster.rendezvous_seconds + MARGIN_SECONDS
         is_joining = is_silence_logged = False
         while True:
             TERMINATION.check()
             # A scheduler that answers reports itself when the time is over. That may be much later, because
             # workers may join again.
             since = began if is_joining else max(began, self._heard)
-            left_seconds = since + patience_seconds - (now := time.monotonic())
+            left_seconds = since + timeout_seconds - (now := time.monotonic())
             if left_seconds <= 0:
                 break
             if self.is_beat_due(now):
@@ -146,19 +146,10 @@ class SchedulerLink:
             self._handshakes.wait(min(left_seconds, self.seconds_to_beat(now)))
             self._handshakes.raise_for(self._keys, self._scheduler)
             for message in self.receive():
-                match message:
-                    case View():
-                        return message
-                    case Refused(kind=kind, reason=reason):
-                        raise _REFUSALS[kind](reason)
-                    case Stop():
-                        self.leave()
-                        raise UsageError(
-                            "this job has ended: its workers had left before this server came, and no others "
-                            "have joined; start a scheduler for the next job, and this server again"
-                        )
-                    case HeartbeatReply(joining=joining):
-                        is_joining = joining > 0
+                if (view := self._view_in(message)) is not None:
+                    return view
+                if isinstance(message, HeartbeatReply):
+                    is_joining = message.joining > 0
             if self._other_version and self._heard <= began:
                 who = f"the scheduler at {self._scheduler}"
                 raise MismatchError(f"{who} has another version of the protocol: {self._other_version}")
@@ -169,6 +160,21 @@ class SchedulerLink:
                 "workers must call zenps.TrainingState.commit() after each step"
             )
         raise DeadlineError(self._silence(self._cluster.rendezvous_seconds))
+
+    def _view_in(self, message: FromScheduler) -> View | None:
+        """Returns the first view if this message is one; raises if there will be none."""
+        match message:
+            case View():
+                return message
+            case Refused(kind=kind, reason=reason):
+                raise _REFUSALS[kind](reason)
+            case Stop():
+                self.leave()
+                raise UsageError(
+                    "this job has ended: its workers had left before this server came, and no others have "
+                    "joined; start a scheduler for the next job, and this server again"
+                )
+        return None
 
     def _silence(self, seconds: float) -> str:
         reason = why_unreachable(self._scheduler)

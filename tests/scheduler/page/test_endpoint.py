@@ -223,7 +223,7 @@ def test_many_readers_cost_the_loop_a_few_answers_a_second(loop: Loop) -> None:
 
 
 def test_a_loop_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(page, "TIMEOUT_SECONDS", 0.1)
     with Loop(StatusConfig()) as loop:
         loop.stopped = True
         assert [ask(loop, path).status for path in ("/status.json", "/healthz", "/")] == [503, 503, 200]
@@ -234,7 +234,7 @@ def test_a_loop_that_does_not_answer_is_reported(monkeypatch: pytest.MonkeyPatch
 
 def test_many_readers_learn_together_that_the_loop_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another, the last would wait until its connection is cut."""
-    monkeypatch.setattr(page, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(page, "TIMEOUT_SECONDS", 1.0)
     readers = 8
     with Loop(StatusConfig()) as loop, ThreadPoolExecutor(readers) as pool:
         loop.stopped = True
@@ -246,7 +246,7 @@ def test_many_readers_learn_together_that_the_loop_does_not_answer(monkeypatch: 
 
 def test_the_loop_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With readers that ask and never read, and without readers."""
-    monkeypatch.setattr(page, "PATIENCE_SECONDS", 20.0)
+    monkeypatch.setattr(page, "TIMEOUT_SECONDS", 20.0)
     shown = status()
     with Loop(StatusConfig()) as loop:
         loop.stopped = True
@@ -257,7 +257,7 @@ def test_the_loop_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(1000):
             if loop.page.has_question:
                 loop.page.answer(shown)
-        assert time.monotonic() - begin < page.PATIENCE_SECONDS
+        assert time.monotonic() - begin < page.TIMEOUT_SECONDS
 
 
 def test_closing_ends_connections_and_frees_the_port() -> None:

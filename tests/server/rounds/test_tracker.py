@@ -22,7 +22,7 @@ from zenps.server.rounds.expiry import STOP_GRACE_SECONDS
 from zenps.server.rounds.states import Action, HeldPush, Key, Reduce, Reply, disagreement
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Resume, Wanted
-from zenps.worker.rounds.tracker import PATIENCE_SECONDS
+from zenps.worker.rounds.tracker import MARGIN_SECONDS
 
 DEADLINE_SECONDS = 30.0
 TENSORS, CHUNKS = ["a", "b", "c"], 2
@@ -507,7 +507,7 @@ def test_a_stop_postpones_a_deadline_by_less_than_workers_wait_beyond_it() -> No
     for stop in range(1, 4):
         rounds.on_stopped(DEADLINE_SECONDS / 4, stop * DEADLINE_SECONDS / 3)
     assert rounds.on_tick(DEADLINE_SECONDS + STOP_GRACE_SECONDS - 0.1) == []
-    (failed,) = rounds.on_tick(DEADLINE_SECONDS + PATIENCE_SECONDS - 1)
+    (failed,) = rounds.on_tick(DEADLINE_SECONDS + MARGIN_SECONDS - 1)
     assert isinstance(failed, Reply)
     assert isinstance(failed.message, Failure)
     assert failed.message.kind == "deadline"

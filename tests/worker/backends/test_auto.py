@@ -23,11 +23,12 @@ from zenps.worker.backends.base import Session
 from zenps.worker.backends.choice import MARGIN, ROUNDS
 from zenps.worker.backends.peers.backend import PeerBackend
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.lease import Lease
 
@@ -86,7 +87,7 @@ class Peers(PeerBackend):
 
 
 class Servers(ServerBackend):
-    """Their answers are received by whoever looks, once the test has them come."""
+    """Their answers are received by whoever polls, once the test has them come."""
 
     partition = "hash"
 
@@ -106,7 +107,7 @@ class Servers(ServerBackend):
         self.told.append((name, int(table)))
         return Pending(name, CONTROL, SuppliedTransfer(table), Progress(0, ended=True), self._waiting)
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def poll(self, ready: Callable[[], bool]) -> None:
         if self.has_answered:
             self.begun.end(pushed=2, pulled=1)
 

@@ -17,11 +17,12 @@ from zenps.worker.backends.base import Session
 from zenps.worker.backends.negotiated_rounds import NegotiatedRound, NegotiatedRounds
 from zenps.worker.backends.negotiation import Entries, table_of
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.lease import Lease
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from zenps.worker.core.interrupts import MASK, MaskedLock
-from zenps.worker.core.pending import Notifier
+from zenps.worker.core.waiting import Notifier
 from zenps.worker.transport.lock import CombiningLock
 
 pytestmark = pytest.mark.usefixtures("interruptible")

@@ -19,7 +19,7 @@ from torch import Tensor
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
-from zenps.worker.core.pending import Notifier, Pending, Waiter, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
@@ -32,6 +32,7 @@ from zenps.worker.core.transfer import (
     Transfer,
     Transform,
 )
+from zenps.worker.core.waiting import Notifier, Waiter, Waiting
 
 CHUNKS = 3
 ENCODED = EncodedTensor("dense", torch.Size([CHUNKS]), torch.float32, 1, 0, Sharding(None, CHUNKS, 0), [])
@@ -82,7 +83,7 @@ class Driver(Waiter):
 
     pending: Pending
 
-    def look(self, ready: Callable[[], bool]) -> None:
+    def poll(self, ready: Callable[[], bool]) -> None:
         """Nothing comes without a wait."""
 
 
@@ -129,7 +130,7 @@ def test_asking_whether_it_is_done_receives_what_has_come() -> None:
         def wait(self, ready: Callable[[], bool], until: float) -> None:
             raise AssertionError("nothing to wait for")
 
-        def look(self, ready: Callable[[], bool]) -> None:
+        def poll(self, ready: Callable[[], bool]) -> None:
             for chunk in range(CHUNKS):
                 self.pending.deliver(answer(chunk), last=chunk == CHUNKS - 1)
 
@@ -372,7 +373,7 @@ class Polling(Waiter):
         while not ready() and time.monotonic() < until:
             time.sleep(0.001)
 
-    def look(self, ready: Callable[[], bool]) -> None: ...
+    def poll(self, ready: Callable[[], bool]) -> None: ...
 
 
 def test_a_restart_while_another_thread_absorbs_neither_waits_nor_disturbs_it() -> None:
@@ -473,23 +474,23 @@ def test_a_wait_goes_on_as_long_as_answers_come() -> None:
 def test_a_wait_goes_on_when_the_time_of_a_server_begins_anew() -> None:
     """It refused a push and takes it now, or the ring has changed."""
 
-    class Renewing(Seldom):
+    class Restarting(Seldom):
         def wait(self, ready: Callable[[], bool], until: float) -> None:
-            if renewals:
-                renewals.pop()()
+            if calls:
+                calls.pop()()
             else:
                 super().wait(ready, until)
 
-    renewing = Renewing(3)
-    pending = renewing.pending
-    renewals = [pending.wait_anew, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
+    restarting = Restarting(3)
+    pending = restarting.pending
+    calls = [pending.restart_timeout, lambda: pending.restart(structs.replace(ENCODED, kind="dense"))]
     assert pending.wait().tolist() == [0, 1, 2]
 
 
 def test_a_wait_that_begins_anew_does_so_also_if_an_answer_comes_with_it() -> None:
     """The answer to one chunk, while a server begins to count anew for another."""
 
-    class Renewing(Driver):
+    class Restarting(Driver):
         def __init__(self) -> None:
             self.pending = make_pending(Count(), self, 0.2)
             self.pending.begin()
@@ -499,12 +500,12 @@ def test_a_wait_that_begins_anew_does_so_also_if_an_answer_comes_with_it() -> No
             self.until.append(until)
             time.sleep(0.001)
             if len(self.until) == 1:
-                self.pending.wait_anew()
+                self.pending.restart_timeout()
             self.pending.deliver(answer(len(self.until) - 1), last=len(self.until) == 2)
 
-    renewing = Renewing()
-    assert renewing.pending.wait().tolist() == [0, 1]
-    first, second = renewing.until
+    restarting = Restarting()
+    assert restarting.pending.wait().tolist() == [0, 1]
+    first, second = restarting.until
     assert second > first
 
 

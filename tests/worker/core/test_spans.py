@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch.autograd.profiler import profile
 
-from zenps.observe.trace import NOTHING, Recorder
+from zenps.observe.trace import NOTHING, TraceWriter
 from zenps.worker.core.spans import Spans
 
 # Without Kineto, whose first start takes seconds: tests/integration/test_timeline.py has torch.profiler.
@@ -31,12 +31,12 @@ def test_the_profiler_alone() -> None:
 
 
 def test_the_profiler_and_a_timeline(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "part", "worker")
-    spans = Spans(recorder)
+    writer = TraceWriter(tmp_path / "part", "worker")
+    spans = Spans(writer)
     with profile(use_kineto=False) as profiler, spans("scatter", "emb", 3) as span:
         assert span
         span.note(rows=5)
-    recorder.close()
+    writer.close()
     assert "zenps::scatter(emb)" in {event.name for event in profiler.function_events}
-    (event,) = [e for e in json.loads(recorder.path.read_text()) if e.get("cat") == "scatter"]
+    (event,) = [e for e in json.loads(writer.path.read_text()) if e.get("cat") == "scatter"]
     assert event["args"] == {"tensor": "emb", "step": 3, "rows": 5}

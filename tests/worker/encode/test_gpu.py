@@ -36,7 +36,7 @@ from tests.worker.encode.test_transfer import (
     sparse,
     synchronize,
 )
-from tests.worker.host_accelerator import HostAccelerator, HostLane
+from tests.worker.host_accelerator import HostAccelerator, HostStream
 from zenps.buffers import BufferPool
 from zenps.codecs.base import ValueForm
 from zenps.codecs.values import RUN, VALUE_CODECS, value_codec
@@ -47,12 +47,13 @@ from zenps.kernels.gpu.launcher import Argument
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
 from zenps.wire.tensors import DTYPES
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, Sharding, Transfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.encode.dense import DENSE_GRANULE, WholeTransfer
 from zenps.worker.encode.gpu import StagedSparse
 from zenps.worker.encode.quantizer import Quantizer, Unchanged
@@ -107,7 +108,7 @@ class _Counted(HostAccelerator):
         super().__init__()
         self.kernels: dict[str, list[str]] = {"pushing": [], "pulling": []}
         self.pinned_buffers: list[Tensor] = []
-        self.lane = "none"
+        self.stream = "none"
         counted = self
 
         class Launcher(HostLauncher):
@@ -115,7 +116,7 @@ class _Counted(HostAccelerator):
                 self, source: str, expression: str, grid: int, block: int, args: Sequence[Argument]
             ) -> None:
                 if grid:
-                    counted.kernels[counted.lane].append(expression.partition("<")[0])
+                    counted.kernels[counted.stream].append(expression.partition("<")[0])
                 super().launch(source, expression, grid, block, args)
 
         class Pool(BufferPool):
@@ -123,15 +124,15 @@ class _Counted(HostAccelerator):
                 counted.pinned_buffers.append(super().empty(shape, dtype))
                 return counted.pinned_buffers[-1]
 
-        class Counting(HostLane):
+        class Counting(HostStream):
             def __init__(self, name: str) -> None:
                 self._name = name
 
             @contextlib.contextmanager
             def current(self) -> Iterator[None]:
-                before, counted.lane = counted.lane, self._name
+                before, counted.stream = counted.stream, self._name
                 yield
-                counted.lane = before
+                counted.stream = before
 
         self.launcher, self.pinned = Launcher(), Pool(keep_bytes=1 << 26)
         self.pushing, self.pulling = Counting("pushing"), Counting("pulling")
@@ -141,7 +142,7 @@ class _Operations(TorchDispatchMode):
     """Counts PyTorch's launches, and apart from them copies between host and device.
 
     Args:
-        counted: says on which stream they are; these are noted in ``lanes``.
+        counted: says on which stream they are; these are noted in ``streams``.
     """
 
     ON_THE_HOST = ("_nnz", "sparse_dim", "_indices", "_values", "_local_scalar_dense", "lift_fresh")
@@ -150,7 +151,7 @@ class _Operations(TorchDispatchMode):
     def __init__(self, counted: _Counted) -> None:
         super().__init__()
         self._counted = counted
-        self.lanes: set[str] = set()
+        self.streams: set[str] = set()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -162,7 +163,7 @@ class _Operations(TorchDispatchMode):
             self.launches += 1
         else:
             return func(*args, **(kwargs or {}))
-        self.lanes.add(self._counted.lane)
+        self.streams.add(self._counted.stream)
         return func(*args, **(kwargs or {}))
 
 
@@ -306,7 +307,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
     with _Operations(counted) as operations:
         transfer = granules(tensor, Sharding(layout, 2, 0), counted)
     assert (operations.copies, operations.launches) == (1, int(count % DENSE_GRANULE > 0))
-    assert operations.lanes == {"pushing"}
+    assert operations.streams == {"pushing"}
     (payload,) = counted.pinned_buffers
     assert payload.nbytes == layout.size * dtype.itemsize
     frames = [frame for chunk in encoded_by(transfer).chunks for frame in chunk.frames]
@@ -318,7 +319,7 @@ def test_the_host_copies_no_dense_value(dtype: torch.dtype, count: int, servers:
         absorb_all(transfer, answers)
         result = transfer.finish()
     assert (operations.copies, operations.launches) == (len(answers), 0)
-    assert operations.lanes == {"pulling"}
+    assert operations.streams == {"pulling"}
     assert len(counted.pinned_buffers) == 1
     assert_same_bits(result, tensor)
 
@@ -396,7 +397,7 @@ def test_a_negative_view_is_pushed_with_its_sign() -> None:
 
 
 def test_a_device_that_hangs_is_an_error() -> None:
-    class Hung(HostLane):
+    class Hung(HostStream):
         def mark(self) -> Never:
             return Never()
 
@@ -415,7 +416,7 @@ def test_a_device_that_hangs_is_an_error() -> None:
 
 
 def test_device_that_fails_fails_its_round_alone() -> None:
-    class Full(HostLane):
+    class Full(HostStream):
         def mark(self) -> Failing:
             return Failing()
 

@@ -28,11 +28,10 @@ from tests.worker.host_accelerator import HostAccelerator
 from zenps.codecs.base import ValueForm
 from zenps.config.settings import ClusterConfig, Config, CudaConfig, SyncConfig
 from zenps.errors import TensorError
-from zenps.partition.device_layout import device_layout_on
 from zenps.schemes.registry import scheme_of
 from zenps.wire.shared_memory.arena import Arena
 from zenps.worker.core.request import Options, Request
-from zenps.worker.encode.accelerator import OnDevices
+from zenps.worker.encode.accelerator import DeviceLayouts
 from zenps.worker.encode.planner import Planner
 from zenps.worker.encode.sharder import Sharder
 
@@ -45,7 +44,7 @@ def arena() -> Iterator[Arena]:
 
 
 def on_a_device(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> Planner:
-    monkeypatch.setattr(planner, "_accelerator", lambda _: ACCELERATOR)
+    monkeypatch.setattr(planner._accelerators, "of", lambda _: ACCELERATOR)
     return planner
 
 
@@ -142,13 +141,13 @@ def test_a_device_compacts_as_the_settings_say(
     planner = Planner(config, scheme, Sharder(config, scheme.wire, view_of([0, 1])))
     accelerator, launcher = HostAccelerator(), RecordingLauncher()
     accelerator.launcher = launcher
-    monkeypatch.setattr(planner, "_accelerator", lambda _: accelerator)
+    monkeypatch.setattr(planner._accelerators, "of", lambda _: accelerator)
     prepared(planner.begin(Request(rows_of(600), "weight"), 0))
     assert kernel in launcher.launched
 
 
 def test_what_a_device_reads_of_a_layout_lives_as_long_as_that() -> None:
-    made = OnDevices(device_layout_on, lambda layout: layout.tensors)
+    made = DeviceLayouts()
     layout = make_layout("parallel", 70_000, 1, [0, 1], 0)
     assert made.of(ACCELERATOR, layout) is made.of(ACCELERATOR, layout)
     there = weakref.ref(made.of(ACCELERATOR, layout).tensors[0])

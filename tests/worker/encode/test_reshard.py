@@ -509,7 +509,7 @@ def test_a_restart_forgets_the_answers_of_the_old_ring(
 def test_a_new_ring_reaches_what_is_on_a_device(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     planner, sharder = make_planner([0, 1])
     on_the_host = encode(planner, tensor)
-    monkeypatch.setattr(planner, "_accelerator", lambda _: ACCELERATOR)
+    monkeypatch.setattr(planner._accelerators, "of", lambda _: ACCELERATOR)
     transfer = planner.begin(Request(tensor, "weight"), 0)
     assert not transfer.prepared()
     assert encoded_by(prepared(transfer)) == on_the_host

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 from tests.worker.encode.test_transfer import KERNELS, NAN, SPARSE_SHAPES, SUMMED, any_sparse, sparse
 from zenps.errors import ProtocolError, TensorError
-from zenps.worker.encode.transforms import TRANSFORMS, ByElement, Densified, ToHost
+from zenps.worker.encode.transforms import ByElement, Densified, ToHost, wire_transforms
 
 # A dense tensor of the others does not fit into memory.
 SMALL_SHAPES = [(outer, dense) for outer, dense in SPARSE_SHAPES if torch.Size(outer).numel() <= 10_000]
@@ -169,4 +169,7 @@ def test_a_tensor_goes_to_the_host_and_back() -> None:
 def test_schemes_transform_sparse_tensors_alone(
     keys: Literal["rows", "elements", "none"], expected: type[ByElement | Densified] | None
 ) -> None:
-    assert TRANSFORMS[keys] is expected
+    table = sparse(torch.tensor([1]), torch.ones(1, 3), (4, 3))
+    made = [type(transform) for transform in wire_transforms(keys, table, KERNELS)]
+    assert made == ([] if expected is None else [expected])
+    assert wire_transforms(keys, torch.ones(4, 3), KERNELS) == []

@@ -50,7 +50,7 @@ class Rank:
         made = make_sparsification(config, rank, statistics)
         assert made is not None
         if gpu is not None:
-            made._accelerator = lambda _: gpu  # type: ignore[assignment]
+            made._accelerators.of = lambda _: gpu  # type: ignore[assignment]
         self.sparsification = made
         self.residuals = Residuals()
         self.statistics = statistics

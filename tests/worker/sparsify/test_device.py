@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda.host.launcher import HostLauncher, RecordingLauncher
 from tests.worker.encode.test_reshard import view_of
-from tests.worker.host_accelerator import HostAccelerator, HostLane
+from tests.worker.host_accelerator import HostAccelerator, HostStream
 from tests.worker.sparsify.test_agreed import Job
 from tests.worker.sparsify.test_sparsification import config, gradient, options
 from zenps.buffers import BufferPool
@@ -57,7 +57,7 @@ def make(gpu: Accelerator | None, *sets: str, kind: type[Sparsifier] | None = No
     assert made is not None
     made.kind = kind or made.kind
     if gpu is not None:
-        made._accelerator = lambda _: gpu  # type: ignore[assignment]
+        made._accelerators.of = lambda _: gpu  # type: ignore[assignment]
     return made
 
 
@@ -360,7 +360,7 @@ def test_a_device_that_fails_is_an_error_that_names_the_tensor(error: type[Excep
 
 @pytest.mark.parametrize("marks", [1, 2, 3])
 def test_a_device_that_fails_while_it_is_waited_for_names_the_tensor(marks: int) -> None:
-    class Faulty(HostLane):
+    class Faulty(HostStream):
         def mark(self) -> Event:
             nonlocal marks
             marks -= 1

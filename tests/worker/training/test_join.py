@@ -27,7 +27,7 @@ class ElasticWorld(FakeWorld):
     """
 
     is_elastic = True
-    most = 2
+    full_size = 2
 
     def __init__(self, known: tuple[int, ...], *, has_ended: bool) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_warning_says_that_an_uneven_block_leaves_different_scales(
 class LongerWorld(FakeWorld):
     """Ranks 0, which is this one, 1 and 2, which have one batch more than this one."""
 
-    most = 3
+    full_size = 3
     ranks = (0, 1, 2)
 
     def begin(self, request: Request) -> Pending:

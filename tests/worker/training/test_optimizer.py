@@ -26,11 +26,12 @@ import zenps.horovod as hvd
 from zenps.config.settings import Config
 from zenps.errors import DeadlineError, MismatchError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.process import PROCESS
 from zenps.worker.training.gradients import agreement
 from zenps.worker.training.gradients.agreement import ParameterAgreement
@@ -63,7 +64,7 @@ class FakeWorld(World):
 
     rank = local_rank = 0
     ranks: tuple[int, ...] = (0,)
-    local_size = most = 1
+    local_size = full_size = 1
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1

@@ -32,12 +32,13 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
-from zenps.worker.core.pending import LeftError, Pending, Waiting
+from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Report, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, EncodedChunk, EncodedTensor, Sharding, Transfer
+from zenps.worker.core.waiting import Waiting
 from zenps.worker.encode.dense import DenseTransfer
 from zenps.worker.encode.quantizer import Unchanged
 from zenps.worker.encode.sharder import SPLIT_FROM_BYTES, Sharder
@@ -441,15 +442,15 @@ def test_the_wait_for_a_refused_push_begins_anew_once_there_is_room(
     view = view_of(1, [server.member])
     channel = open_channel(ctx, view, WireForm(), WholeSharder(view, WireForm()), metrics)
     pending = pending_of(channel, Given(whole("t", 1)), "t")
-    renewed = threading.Event()
-    monkeypatch.setattr(pending, "wait_anew", renewed.set)
+    restarted = threading.Event()
+    monkeypatch.setattr(pending, "restart_timeout", restarted.set)
     channel.submit(pending)
     push = server.receive()
     for kind in (Busy, Resume):
-        assert not renewed.is_set()
+        assert not restarted.is_set()
         server.answer(kind(push.ring_epoch, push.tensor, push.step, push.chunk))
-    channel.wait(renewed.is_set, time.monotonic() + DEADLINE_SECONDS)
-    assert renewed.is_set()
+    channel.wait(restarted.is_set, time.monotonic() + DEADLINE_SECONDS)
+    assert restarted.is_set()
     assert server.receive() == push
 
 
@@ -517,16 +518,16 @@ def test_a_server_that_cannot_be_reached_fails_what_waits_and_nothing_else(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unreachable = PeerLostError("server 1 cannot be reached")
-    looks: list[float] = []
+    checks: list[float] = []
 
-    def look(now: float) -> ZenPSError:
-        looks.append(now)
+    def check(now: float) -> ZenPSError:
+        checks.append(now)
         return unreachable
 
     monkeypatch.setattr("zenps.worker.transport.commands.TICK_SECONDS", 0.01)
-    monkeypatch.setattr(channel._servers.connectivity, "look", look)
+    monkeypatch.setattr(channel._servers.connectivity, "check", check)
     channel.wait(lambda: False, time.monotonic() + 0.1)
-    assert not looks, "no answer is awaited"
+    assert not checks, "no answer is awaited"
     with pytest.raises(PeerLostError) as raised:
         submitted(channel).wait()
     assert raised.value is unreachable

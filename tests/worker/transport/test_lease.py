@@ -165,7 +165,7 @@ def probe_slowly(rig: Rig, monkeypatch: pytest.MonkeyPatch, harm: LongHarm) -> N
         harm()
         return "timed out"
 
-    monkeypatch.setattr(rig.channel._servers.connectivity, "_why", why)
+    monkeypatch.setattr("zenps.worker.transport.connectivity.why_unreachable", why)
 
 
 @pytest.mark.parametrize("way", [shard_slowly, resolve_slowly, probe_slowly])

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from zenps.errors import PeerLostError, TensorError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
-from zenps.worker.core.interrupts import MASK, Ready
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.interrupts import MASK
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Report, Statistics
 from zenps.worker.core.steps import Steps
 from zenps.worker.core.transfer import Answer, EncodedTensor, Transfer
+from zenps.worker.core.waiting import Notifier, Ready, Waiting
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.submit_queue import SubmitQueue
 
@@ -82,8 +83,8 @@ class Submitted(Channel):
     def wait(self, ready: Ready, until: float) -> None:
         self.names.append(f"wait {until:g}")
 
-    def look(self, ready: Ready = lambda: False) -> None:
-        self.names.append("look")
+    def poll(self, ready: Ready = lambda: False) -> None:
+        self.names.append("poll")
 
 
 class Queue:
@@ -205,12 +206,12 @@ def test_whoever_waits_pushes_all_before(queue: Queue) -> None:
     for number, transfer in enumerate(transfers):
         queue.submit(str(number), transfer)
     transfers[0].ready = True
-    queue.queue.look(lambda: False)
-    assert queue.pushed == ["0", "look"]
+    queue.queue.poll(lambda: False)
+    assert queue.pushed == ["0", "poll"]
     until = time.monotonic() + 20
     threading.Timer(0.05, lambda: setattr(transfers[1], "ready", True)).start()
     queue.queue.wait(lambda: False, until)
-    assert [each for each in queue.pushed if each != "look"] == ["0", "1", f"wait {until:g}"]
+    assert [each for each in queue.pushed if each != "poll"] == ["0", "1", f"wait {until:g}"]
 
 
 def test_a_result_that_is_there_waits_for_no_device(queue: Queue) -> None:
@@ -221,8 +222,8 @@ def test_a_result_that_is_there_waits_for_no_device(queue: Queue) -> None:
 
 def test_whoever_waits_for_a_device_reads_answers(queue: Queue) -> None:
     queue.submit("waits", Slow())
-    queue.queue.wait(lambda: "look" in queue.pushed, math.inf)
-    assert queue.pushed == ["look", "wait inf"]
+    queue.queue.wait(lambda: "poll" in queue.pushed, math.inf)
+    assert queue.pushed == ["poll", "wait inf"]
 
 
 def test_once_the_job_is_lost_no_tensor_waits_for_its_device(queue: Queue) -> None:

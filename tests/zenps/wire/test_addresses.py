@@ -65,7 +65,7 @@ def test_the_family_is_that_of_the_best_address(
 def test_only_a_name_that_nobody_knows_yet_is_waited_for() -> None:
     begin = time.monotonic()
     with pytest.raises(ConfigError, match=r"^cluster\.scheduler = '\[fe80::1\]:5': expected .* route"):
-        find_host("[fe80::1]:5", patience_seconds=60.0)  # link-local, and of no interface
+        find_host("[fe80::1]:5", timeout_seconds=60.0)  # link-local, and of no interface
     assert time.monotonic() - begin < 30
 
 
@@ -94,7 +94,7 @@ def test_a_name_that_is_known_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
         return [(net.AF_INET, net.SOCK_DGRAM, 0, "", ("127.0.0.1", 9100))]
 
     monkeypatch.setattr(net, "getaddrinfo", resolve)
-    assert find_host("node1:9100", patience_seconds=20.0) == "127.0.0.1"
+    assert find_host("node1:9100", timeout_seconds=20.0) == "127.0.0.1"
 
 
 def test_a_link_local_address_is_of_no_use_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

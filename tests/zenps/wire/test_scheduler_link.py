@@ -180,7 +180,7 @@ def test_who_is_interrupted_while_nodes_gather_leaves_at_once(
 
 
 def test_a_worker_that_a_job_does_not_admit_in_time_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 2.0)
     with context() as ctx, ThreadPoolExecutor() as pool:
         router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
         cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=0.4, rendezvous_seconds=0.3)
@@ -206,7 +206,7 @@ def test_a_node_whose_connection_is_refused_is_told() -> None:
 
 def test_a_node_that_waits_learns_why_its_handshake_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one whose key is not listed: the scheduler will never answer it."""
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 0.1)
     refused = ConfigError("security.secret", "", "a key that the scheduler lists")
     with context() as ctx:
         cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
@@ -347,7 +347,7 @@ def test_torchrun_s_restarts_are_told_of_workers_alone(monkeypatch: pytest.Monke
 def test_a_scheduler_that_is_silent(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 0.1)
     with context() as ctx:
         cluster = ClusterConfig(scheduler="127.0.0.1:9", job="job", rendezvous_seconds=0.1)
         link = SchedulerLink(ctx, cluster, "worker")
@@ -364,7 +364,7 @@ def test_a_node_waits_for_its_first_view_as_long_as_the_scheduler_answers(
 ) -> None:
     clock = [0.0]  # time passes only with answers
     monkeypatch.setattr("zenps.wire.scheduler_link.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 0.5)
     with context() as ctx:
         router, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
         cluster = ClusterConfig(scheduler=address, job="job", lease_seconds=0.4, rendezvous_seconds=0.5)
@@ -388,7 +388,7 @@ def test_who_has_left_waits_a_lease_for_a_scheduler_that_says_nothing(
     is_heard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the job that it left, the scheduler has most likely ended, too."""
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 0.1)
     with context() as ctx:
         cluster = ClusterConfig(
             scheduler="127.0.0.1:9",
@@ -409,7 +409,7 @@ def test_who_has_left_waits_a_lease_for_a_scheduler_that_says_nothing(
 def test_what_listens_there_may_be_no_scheduler(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("zenps.wire.scheduler_link.PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr("zenps.wire.scheduler_link.MARGIN_SECONDS", 0.1)
     with net.create_server(("127.0.0.1", 0)) as listener, context() as ctx:
         scheduler = f"127.0.0.1:{listener.getsockname()[1]}"
         cluster = ClusterConfig(scheduler=scheduler, job="job", lease_seconds=0.1, rendezvous_seconds=2.0)

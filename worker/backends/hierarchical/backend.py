@@ -41,7 +41,7 @@ def make_hierarchical(session: Session, servers: ServerBackend) -> Backend:
     Raises:
         PeerLostError: as :class:`HierarchicalBackend`.
     """
-    ranks = _ranks_of_host(session)
+    ranks = session.ranks_here
     arena = _open_arena(mappings=1 + len(ranks))
     try:
         without = servers.negotiate(
@@ -166,11 +166,6 @@ def _open_arena(mappings: int) -> Arena | None:
         )
         return None
     return arena
-
-
-def _ranks_of_host(session: Session) -> list[int]:
-    host = session.host
-    return [worker.rank for worker in session.lease.view.workers if worker.host == host]
 
 
 def has_shared_hosts(view: View) -> bool:

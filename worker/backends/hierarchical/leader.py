@@ -52,9 +52,10 @@ class Leader(HostRounds):
         links: to the followers, in rank order.
     """
 
+    _copies = True
+
     def __init__(self, session: Session, servers: ServerBackend, arena: Arena, links: Sequence[Link]) -> None:
         super().__init__(session, servers, arena)
-        self._copy_pool = self._pool
         self._links = links
         self._stands_for = tuple(link.rank for link in links)
         self._is_single_host = 1 + len(links) == self._size

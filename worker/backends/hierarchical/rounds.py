@@ -15,6 +15,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 from zenps.buffers import BufferPool
 from zenps.config.sources import kernel_threads
@@ -41,8 +42,8 @@ class HostRounds(NegotiatedRounds[HostRound]):
         arena: the memory that this rank shares with its host; closed when rounds fail.
     """
 
-    _copy_pool: BufferPool | None = None
-    """Buffers for a copy of the contribution; None if it is copied into shared memory at once."""
+    _copies: ClassVar[bool] = False
+    """True if a contribution is copied when its round begins, because it does not go into shared memory."""
 
     def __init__(self, session: Session, servers: ServerBackend, arena: Arena) -> None:
         super().__init__(session, servers)
@@ -68,7 +69,7 @@ class HostRounds(NegotiatedRounds[HostRound]):
         tensor, name, options = request
         progress = Progress(0)
         with self._session.spans("compact", name):
-            contribution = contribution_of(tensor, self._kernels, self._copy_pool)
+            contribution = contribution_of(tensor, self._kernels, self._pool if self._copies else None)
         progress.compacted_seconds = time.perf_counter() - progress.began
         form = Form(tensor.shape, tensor.dtype, tensor.sparse_dim() if tensor.is_sparse else -1)
         transfer = HostTransfer(form)

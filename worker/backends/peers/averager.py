@@ -14,10 +14,11 @@ from torch import Tensor
 from zenps.errors import DeadlineError, ZenPSError, listing
 from zenps.observe import log
 
-from ...core.pending import LeftError, Notifier, Pending, Waiting
+from ...core.pending import LeftError, Pending
 from ...core.request import Options
 from ...core.statistics import Progress, Report
 from ...core.transfer import SuppliedTransfer, dense_bytes
+from ...core.waiting import Notifier, Waiting
 from ...transport.channel import CLOSE_SECONDS
 from ...transport.peer_group import Group, GroupError
 from ..base import Session
@@ -71,7 +72,7 @@ class GroupAverager:
         self._begun: Counter[str] = Counter()
         """By model, the averages that were begun here."""
         self._notifier = Notifier()
-        timeout_seconds = session.config.cluster.patience_seconds
+        timeout_seconds = session.config.cluster.deadline_or_infinity_seconds
         self._waiting = Waiting(self._notifier, timeout_seconds, session.statistics, session.spans)
         self._rounds: SimpleQueue[_Round | None] = SimpleQueue()
         self._wait: tuple[str, float] | None = None

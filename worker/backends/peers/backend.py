@@ -15,7 +15,7 @@ from ...core.pending import Pending
 from ...core.request import Request
 from ...core.statistics import Progress
 from ...core.transfer import Transform, take_back, transformed
-from ...encode.transforms import TRANSFORMS, ToHost
+from ...encode.transforms import ToHost, wire_transforms
 from ...sparsify.agreed import Agreed
 from ...sparsify.sparsification import Sparsified
 from ..base import Backend, Session
@@ -88,11 +88,9 @@ class PeerBackend(Backend):
         if not transforms and not request.tensor.is_cpu:
             transforms += [ToHost(request.tensor.device)]
         request = transformed(request, transforms)
-        if request.tensor.is_sparse and (kind := TRANSFORMS[self._scheme.wire.keys]) is not None:
-            further = [kind(request.tensor, self._kernels)]
-            transforms += further
-            return transformed(request, further)
-        return request
+        further = wire_transforms(self._scheme.wire.keys, request.tensor, self._kernels)
+        transforms += further
+        return transformed(request, further)
 
     def _transfer(self, request: Request, transforms: Sequence[Transform]) -> PeerTransfer:
         tensor, average = request.tensor, request.options.average

@@ -138,7 +138,7 @@ class ParameterAgreement:
         self._asked = None
         return counts
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets kinds, in a new world, unless gradients have residuals."""
         self._asked = None
         # A residual has the name of its bucket, which another agreement could give to other parameters.

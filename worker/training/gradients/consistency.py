@@ -44,11 +44,11 @@ class Consistency(ABC):
         return False
 
     @abstractmethod
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets the steps so far: in a new world other ranks may have had others, or none."""
 
     @abstractmethod
-    def count_anew(self) -> None:
+    def reset_counts(self) -> None:
         """Counts steps from what all ranks have loaded."""
 
     @abstractmethod

@@ -35,7 +35,7 @@ class BackwardPasses:
         """True if backward has run in this step."""
         return bool(self._counted)
 
-    def begin_anew(self, parameters: Iterable[Parameter]) -> None:
+    def reset(self, parameters: Iterable[Parameter]) -> None:
         """Forgets all steps so far: none has counted the passes of these parameters, which are all."""
         self._counted.clear()
         self.most = 0

@@ -54,7 +54,7 @@ class GradientPushes:
         self.averages = Averages()
         self.outdated: set[Parameter | Bucket] = set()
         self.sparsified: set[Parameter] = set()
-        self.count_anew()
+        self.reset_counts()
         self._staleness = PROCESS.world.staleness
         self._agreement = agreement
         self._prefix = prefix
@@ -66,16 +66,16 @@ class GradientPushes:
         self._densified: set[Parameter] = set()
         """Parameters whose gradients are dense by agreement, but were sparse once, as a warning has said."""
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forgets the steps so far, because a rank that has joined does not know them."""
         self.averages = Averages()
         self.outdated.clear()
         self._dense.clear()
         self._residuals.end_step()
         self.await_gradients()
-        self.count_anew()
+        self.reset_counts()
 
-    def count_anew(self, step: int = 0) -> None:
+    def reset_counts(self, step: int = 0) -> None:
         """Sets what ranks count to what it is on all of them."""
         self.step, self.drains, self.drops = step, 0, 0
 

@@ -115,21 +115,21 @@ class GradientSynchronizer(Consistency):
         passes.adopt(*self._agreement.adopt(root_rank, passes.most, passes.uncounted))
         self._forget_steps()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         # Ranks may have left the last world at different points of a step, or while they agreed on kinds.
-        self._passes.begin_anew(self._agreement.names)
-        self._agreement.begin_anew()
+        self._passes.reset(self._agreement.names)
+        self._agreement.reset()
         self._forget_steps()
 
-    def count_anew(self) -> None:
-        self._pushes.count_anew(self._pushes.step if self.is_periodic else 0)
+    def reset_counts(self) -> None:
+        self._pushes.reset_counts(self._pushes.step if self.is_periodic else 0)
 
     def _forget_steps(self) -> None:
         self._state = "open"
         self._averaged = []
         self._steps.clear()
         self._computed.clear()
-        self._pushes.begin_anew()
+        self._pushes.reset()
 
     @untraced
     def synchronize(self) -> None:

@@ -54,13 +54,13 @@ class Header:
 
     Attributes:
         cuts: int64 ``[c]`` on the device: positions that ascend, such as the ends of chunks.
-        told: int64 ``[1 + c]``, 0 before the compaction: :attr:`outside`, :attr:`offsets`. It may be pinned
+        report: int64 ``[1 + c]``, 0 before the compaction: :attr:`outside`, :attr:`offsets`. It may be pinned
             memory of the host, which kernels write themselves.
         scratch: int64 on the device, 0 before the compaction, at an address divisible by 16.
     """
 
     cuts: Tensor
-    told: Tensor
+    report: Tensor
     scratch: Tensor
 
     @classmethod
@@ -72,9 +72,9 @@ class Header:
     @property
     def outside(self) -> Tensor:
         """int64 ``[1]``: 1 if a position is negative; then the rows mean nothing."""
-        return self.told[:1]
+        return self.report[:1]
 
     @property
     def offsets(self) -> Tensor:
         """int64 ``[c]``: of each cut, the number of different positions below it."""
-        return self.told[1:]
+        return self.report[1:]

@@ -41,11 +41,12 @@ from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
 from zenps.worker.backends.hierarchical.rounds import HostRounds
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import LeftError, Notifier, Pending, Waiting
+from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.encode.dense import RootLostError
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.host_link import Link, LinkError

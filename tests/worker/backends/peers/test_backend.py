@@ -22,11 +22,11 @@ from zenps.worker.backends.peers import backend
 from zenps.worker.backends.peers.backend import PeerBackend
 from zenps.worker.backends.peers.exchange import PeerExchange
 from zenps.worker.backends.peers.transfer import DensePeerTransfer, SparsePeerTransfer
-from zenps.worker.core.pending import Notifier, Waiting
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Statistics
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.sparsify.sparsification import make_sparsification
 
 SIZE = 20_000

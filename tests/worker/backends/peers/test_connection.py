@@ -20,10 +20,11 @@ from zenps.worker.backends.negotiation import table_with
 from zenps.worker.backends.peers import connection
 from zenps.worker.backends.peers.connection import connect_workers, why_broken
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.transport.peer_group import GroupError
 
 ADDRESS = b"key\0address\0\0"

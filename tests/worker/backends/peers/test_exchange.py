@@ -25,11 +25,12 @@ from zenps.worker.backends.base import Session
 from zenps.worker.backends.peers.exchange import MAX_AT_ONCE, PeerExchange
 from zenps.worker.backends.peers.transfer import DensePeerTransfer
 from zenps.worker.backends.servers import CONTROL, ServerBackend
-from zenps.worker.core.pending import Notifier, Pending, Waiting
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.transport.peer_group import GroupError
 
 POOL = BufferPool(keep_bytes=0)
