@@ -526,7 +526,7 @@ def test_short_stops_in_a_row_postpone_a_deadline_by_less_than_workers_wait_beyo
     assert isinstance(failed, Reply)
     assert isinstance(failed.message, Failure)
     assert failed.message.kind == "deadline"
-    assert now < DEADLINE_SECONDS + PATIENCE_SECONDS
+    assert now < DEADLINE_SECONDS + MARGIN_SECONDS
 
 
 def test_a_long_stop_soon_after_a_short_one_leaves_as_much_time_to_read_as_one_alone() -> None:
