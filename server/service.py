@@ -156,8 +156,7 @@ class _Service:
         while True:
             TERMINATION.check()
             now = time.monotonic()
-            if now > next_check + STOPPED_SECONDS:
-                self._rounds.on_stopped(now - next_check, now)
+            next_check = self._after_stop(next_check, now)
             if now >= next_check:
                 self._check_peers(now)
                 next_check = now + LOOK_SECONDS
@@ -169,7 +168,9 @@ class _Service:
                 self._authenticator.attend()
                 self._show_gauges()
                 next_tick = now + min(TICK_SECONDS, self._link.seconds_to_beat(now))
-            for socket, _ in self._poller.poll(int(1000 * (min(next_tick, next_check) - now)) + 1):
+            ready = self._poller.poll(int(1000 * (min(next_tick, next_check) - now)) + 1)
+            next_check = self._after_stop(next_check, time.monotonic())
+            for socket, _ in ready:
                 if socket is self._socket:
                     self._receive()
                 elif isinstance(socket, int):
@@ -178,6 +179,13 @@ class _Service:
                     self._authenticator.attend()
                 elif self._on_scheduler():
                     return
+
+    def _after_stop(self, next_check: float, now: float) -> float:
+        """Tells the rounds if this process was stopped. Returns when the next check is due: then at once."""
+        if now <= next_check + STOPPED_SECONDS:
+            return next_check
+        self._rounds.on_stopped(now - next_check, now)
+        return now
 
     # ── the scheduler ───────────────────────────────────────────────────────────────────────────
 

@@ -19,7 +19,7 @@ RESUMED_SECONDS = 15.0
 # How long no round expires after the server was stopped. Workers wait longer than that beyond the deadline,
 # so that they hear from the server which rank is late.
 STOP_GRACE_SECONDS = 2.0
-# How long at most after the first of several short stops: without a limit, workers would give up first.
+# How long at most from the first of several short stops on: without a limit, workers would give up first.
 STOPS_GRACE_SECONDS = 3.0
 
 
@@ -34,8 +34,9 @@ class StopGrace:
     def begin(self, stopped_seconds: float, now: float) -> None:
         """Begins at the end of a stop, or goes on after another one."""
         if stopped_seconds > STOP_GRACE_SECONDS:  # much may have come since the stop before
-            self._latest = math.inf
-        self._latest = min(self._latest, now + STOPS_GRACE_SECONDS)
+            self._latest = now + STOPS_GRACE_SECONDS
+        else:
+            self._latest = min(self._latest, now - stopped_seconds + STOPS_GRACE_SECONDS)
         self._until = min(now + STOP_GRACE_SECONDS, self._latest)
 
     def end(self, now: float) -> bool:
@@ -68,7 +69,7 @@ def ending(
         deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = not round_.resumed <= passed and quiet_seconds <= RESUMED_SECONDS
+        is_wanted = not round_.resumed & peers <= passed and quiet_seconds <= RESUMED_SECONDS
         return None if is_wanted else "nobody left"
     # Those that wait for the reply. If only lost ranks do, a present one may still come that lacks it.
     waiting = round_.held.keys() & peers or peers

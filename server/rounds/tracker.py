@@ -361,6 +361,7 @@ class ServerRounds:
         if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks
         round_.held, round_.fragments, round_.ranks, round_.arrivals = {}, {}, set(), []
+        round_.resumed = frozenset()
         round_.outcome = outcome
         self._admission.keep(round_)
         return self._readmit(now)

@@ -7,9 +7,11 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
@@ -146,6 +148,29 @@ def test_a_server_notices_for_how_long_it_was_stopped(monkeypatch: pytest.Monkey
         with pytest.raises(RuntimeError, match="planted"):
             service._serve_until_told()
     assert 0.5 - LOOK_SECONDS - 0.01 < max(stops) < WAIT_MS / 1000
+
+
+def test_a_stop_is_noticed_before_what_came_meanwhile_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(server_service, "STOPPED_SECONDS", 0.3)
+    with started(monkeypatch, CollectorRegistry()) as (service, _):
+        poll = service._poller.poll
+
+        def stopped(timeout_ms: int) -> object:
+            time.sleep(0.5)  # as if the process were stopped
+            order.append("polled")
+            return [*poll(timeout_ms), (service._socket, zmq.POLLIN)]
+
+        def receive() -> None:
+            order.append("received")
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(service, "_poller", SimpleNamespace(register=lambda *_: None, poll=stopped))
+        monkeypatch.setattr(service, "_receive", receive)
+        monkeypatch.setattr(service._rounds, "on_stopped", lambda seconds, now: order.append("stopped"))
+        with pytest.raises(RuntimeError, match="planted"):
+            service._serve_until_told()
+    assert order == ["polled", "stopped", "received"]
 
 
 def test_rounds_that_wait_for_a_worker_that_takes_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:

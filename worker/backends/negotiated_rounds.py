@@ -139,11 +139,11 @@ class NegotiatedRounds(ABC, Generic[R]):
 
     def _oldest_wait(self) -> tuple[str, float] | None:
         """Returns the oldest round in flight that is negotiated, and when it began; None if there is none."""
-        with self._news:
-            for round_ in self._in_flight.values():
-                if (negotiation := round_.negotiation) is not None and negotiation.has_ended:
-                    step = negotiation.progress.step
-                    return f"tensor {round_.name!r}{self._source}, step {step}", round_.pending.progress.began
+        # Without the lock: a signal handler of the script may run while its thread holds it.
+        for round_ in list(self._in_flight.values()):
+            if (negotiation := round_.negotiation) is not None and negotiation.has_ended:
+                step = negotiation.progress.step
+                return f"tensor {round_.name!r}{self._source}, step {step}", round_.pending.progress.began
         return None
 
     @abstractmethod

@@ -10,7 +10,7 @@ from tests.server.rounds.test_tracker import FixedOutcome, memory_of
 from zenps.errors import ProtocolError
 from zenps.server.rounds.states import HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import Failure, Push, Result, Wanted
+from zenps.wire.messages import Busy, Failure, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
 ADVICE = "restart this worker, or the job if none goes on"
@@ -203,3 +203,23 @@ def test_a_failure_for_a_lost_rank_that_is_forgotten_is_found_again(before: str)
         assert "rank 2 " in reason
         rounds._history.forget_oldest()
         assert not list(rounds._history)
+
+
+def test_a_round_that_is_offered_to_a_lost_rank_alone_ends_once_the_others_have_passed_it() -> None:
+    rounds, first = ServerRounds(0, 30.0), Key("a", 0, 0)
+    follow(rounds, (0, 1, 2), 2)
+    push(rounds, 2, first, again=True, ring=2)
+    (refused,) = push(rounds, 2, again=True, ring=2)
+    assert isinstance(refused, Reply)
+    assert isinstance(refused.message, Busy)
+    follow(rounds, (0, 1), 2)
+    for rank in (0, 1):
+        push(rounds, rank, first, again=True, ring=2)
+    rounds.finish(first, FixedOutcome(first), 0.0)
+    assert rounds.open_rounds == 1
+    later = Key("t", 1, 0)
+    for rank in (0, 1):
+        push(rounds, rank, later, ring=2)
+    rounds.finish(later, FixedOutcome(later), 0.0)
+    rounds.on_tick(1.0)
+    assert rounds.open_rounds == 0

@@ -514,11 +514,14 @@ def test_a_stop_postpones_a_deadline_by_less_than_workers_wait_beyond_it() -> No
 
 
 @pytest.mark.parametrize("seconds", [1.2, 1.9])
-def test_short_stops_in_a_row_postpone_a_deadline_by_less_than_workers_wait_beyond_it(seconds: float) -> None:
+@pytest.mark.parametrize("begin", [-2.0, -1.0, -0.1, 0.0])
+def test_short_stops_in_a_row_postpone_a_deadline_by_less_than_workers_wait_beyond_it(
+    seconds: float, begin: float
+) -> None:
     rounds = make_rounds(2)
     assert rounds.on_push(make_held(0, KEY), 0.0) == []
     for stop in range(20):
-        now = DEADLINE_SECONDS - 1 + stop * (seconds + 0.1)
+        now = DEADLINE_SECONDS + begin + seconds + stop * (seconds + 0.1)
         rounds.on_stopped(seconds, now)
         if actions := rounds.on_tick(now):
             break
@@ -860,6 +863,10 @@ def test_no_round_opens_while_a_worker_has_too_many_answers_to_take() -> None:
     assert rounds.on_tick(2.0) == [Reply([peer_of(0), peer_of(1)], Resume(1, *second))]
     assert rounds.on_push(make_held(0, second), 2.0) == []
     assert isinstance(rounds.on_push(make_held(1, second), 2.0)[0], Reduce)
+    finish(rounds, second, FixedOutcome(second))
+    kept = rounds._history.last(second)
+    assert kept is not None
+    assert not kept.resumed, "what is kept does not grow with the ranks"
 
 
 def test_a_round_that_opens_takes_along_the_ranks_refused_for_it() -> None:

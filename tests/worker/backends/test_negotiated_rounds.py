@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,6 +68,9 @@ class Servers(ServerBackend):
         return self.negotiations.setdefault(name, negotiation)
 
 
+WAIT_SECONDS = 20.0
+
+
 class Rounds(NegotiatedRounds[NegotiatedRound]):
     """Of rank 1 of 2. Rounds about which the ranks agree are done at once, with the rows of both."""
 
@@ -128,6 +131,17 @@ def test_ranks_say_what_they_have_and_go_on_once_they_agree() -> None:
     assert round_.pending.wait().tolist() == [9, 4]
     assert rounds.failed == 0
     rounds.begin("a")
+
+
+def test_a_wait_is_reported_while_a_thread_has_the_lock() -> None:
+    """A signal handler of the script may run on that thread, and heartbeats go on meanwhile."""
+    rounds = Rounds()
+    rounds.begin("a")
+    rounds.servers.negotiations["a"].complete(table_of(0, 4, 1, 2))
+    with ThreadPoolExecutor(1) as pool, rounds._news:
+        reported = pool.submit(rounds._oldest_wait).result(WAIT_SECONDS)
+    assert reported is not None
+    assert reported[0].startswith("tensor 'a'")
 
 
 def test_rounds_are_processed_in_the_order_in_which_they_began() -> None:

@@ -101,10 +101,10 @@ class GroupAverager:
         self._note_step(name, step)
         if self._failure is not None:
             pending.fail(self._failure)
-        self._rounds.put(_Round(pending, transfer, members))
         others = [rank for rank in members if rank != self._group.rank]
         self._wait = f"models of rank(s) {listing(others)}, step {step}", progress.began
         try:
+            self._rounds.put(_Round(pending, transfer, members))
             pending.wait()
         except DeadlineError as error:
             late = DeadlineError(
