@@ -66,7 +66,7 @@ def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[i
     mask = next(mask for mask in itertools.count(_FIRST_MASK) if not (words == mask).any())
     rows = torch.empty((count, 1 + _WORDS), dtype=torch.int64, device="cpu")
     rows[:, 0] = mask
-    rows[:, 1:] = words ^ mask
+    torch.bitwise_xor(words, mask, out=rows[:, 1:])
     table = torch.sparse_coo_tensor(
         torch.arange(begin, begin + count, device="cpu").unsqueeze(0),
         rows,

@@ -191,6 +191,11 @@ class Sparsification:
         state = self._loaded.get(name)
         return state.get("residual") if isinstance(state, Mapping) else None
 
+    @property
+    def has_shared_state(self) -> bool:
+        """True if :meth:`shared_state` is about any tensor."""
+        return bool(self._shared or self._feedback or self._loaded)
+
     def shared_state(self) -> dict[str, Any]:
         """Returns what ranks have in common of all tensors, for workers that join. It refers to tensors."""
         # A worker that has joined and has not pushed a tensor since still has the state that it got.

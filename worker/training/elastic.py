@@ -127,7 +127,7 @@ class TrainingState:
             broadcast_optimizer_state(optimizer, root)
         if (sparsification := PROCESS.world.sparsification) is not None:
             # In a resumed job the root may have nothing, if it was lost before the others saved their states.
-            holders = allgather_int(int(bool(sparsification.shared_state())), "state/sparsifier")
+            holders = allgather_int(int(sparsification.has_shared_state), "state/sparsifier")
             holder = root if root in holders else min(holders, default=root)
             sparsification.adopt(broadcast_state(sparsification.shared_state, holder, "sparsifier"))
         values = broadcast_state(lambda: [self.__dict__[name] for name in self._names], root, "values")

@@ -7,6 +7,7 @@ positions only: a push that is sorted by q is one contiguous shard for each serv
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections import OrderedDict
@@ -43,7 +44,8 @@ class Layout(ServerRanges):
     position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
 
     Calls look rows up in two int32 tables of one entry per granule, if these are small and fit in
-    ``table_bytes`` (measured 2 ns a row, against 8); otherwise each call computes.
+    ``table_bytes`` (measured 2 ns a row, against 8); otherwise each call computes. The permutation of a
+    plug-in may be slow: it gets large tables too, once as many rows have been computed as they have entries.
 
     Args:
         rows: how many rows the tensor has, at least 1.
@@ -82,9 +84,12 @@ class Layout(ServerRanges):
         self.rows_total = rows
         self._granule_bits = granule.bit_length() - 1
         self.permutation = partition.permutation
-        self._looks_up = is_lasting and granules <= MAX_GRANULES
-        needed, may_need = 2 * 4 * granules, self._looks_up or not self.is_built_in
-        self.table_bytes = needed if may_need and needed <= table_bytes and granules <= 1 << 31 else 0
+        self._until_tables = math.inf if self.is_built_in else float(granules)
+        """How many more granules are computed before there are tables."""
+        if is_lasting and granules <= MAX_GRANULES:
+            self._until_tables = 0.0
+        needed, looks_up = 2 * 4 * granules, math.isfinite(self._until_tables)
+        self.table_bytes = needed if looks_up and needed <= table_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
 
@@ -145,7 +150,10 @@ class Layout(ServerRanges):
         return mapped.bitwise_left_shift_(self._granule_bits).bitwise_or_(values & (self.granule - 1))
 
     def _map_granules(self, values: Tensor, *, inverse: bool) -> Tensor:
-        tables = self.tables() if self._looks_up else None
+        if self._tables is None and self._until_tables > 0:
+            self._until_tables -= values.numel()
+            return self._compute(values, inverse=inverse)
+        tables = self.tables()
         if tables is None:
             return self._compute(values, inverse=inverse)
         # Measured for 40 000 to 100 000 look-ups in 700 000 entries: index_select then long() is

@@ -254,7 +254,13 @@ class Shared:
     def __init__(self, state: dict[str, int]) -> None:
         self.state = state
 
+    @property
+    def has_shared_state(self) -> bool:
+        return bool(self.state)
+
     def shared_state(self) -> dict[str, int]:
+        if -1 in self.state.values():
+            raise RuntimeError("out of memory")
         return self.state
 
     def adopt(self, shared: dict[str, int]) -> None:
@@ -280,6 +286,23 @@ def test_a_root_without_a_sparsifier_state_gets_that_of_another_rank(
     monkeypatch.setattr(elastic, "broadcast_state", broadcast)
     zps.TrainingState(step=3)
     assert asked == {"sparsifier": holder, "values": 0}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sparsifier_state_that_cannot_be_given_is_asked_for_where_all_ranks_hear_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PROCESS.world, "sparsification", Shared({"weight": -1}), raising=False)
+    said = {}
+
+    def gather(value: int, name: str) -> dict[int, int]:
+        said[name] = value
+        return {0: 1}
+
+    monkeypatch.setattr(elastic, "allgather_int", gather)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        zps.TrainingState(step=3)
+    assert said["state/sparsifier"] == 1
 
 
 @pytest.mark.usefixtures("alone")

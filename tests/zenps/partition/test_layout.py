@@ -182,9 +182,14 @@ class Colliding(Identity):
         return position // 2
 
 
-def test_a_function_that_is_not_a_bijection_is_refused() -> None:
+@pytest.mark.parametrize("small", [99, 100])
+def test_a_function_that_is_not_a_bijection_is_refused(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    """A large table is built, and checked, once as many rows have been computed as it has entries."""
+    monkeypatch.setattr("zenps.partition.layout.MAX_GRANULES", small)
     partition = Partition(Colliding(100), even_bounds(100))
     layout = Layout(100, 1, partition, rebalance(None, [0]), [0], PLENTY)
+    for begin in range(0, 100 if small < 100 else 0, 25):
+        assert len(layout.positions(torch.arange(begin, begin + 25))) == 25
     with pytest.raises(ConfigError, match="collide"):
         layout.positions(torch.tensor([1]))
 
