@@ -135,6 +135,17 @@ def test_the_readme_s_eight_hosts_are_what_was_measured(workload: str) -> None:
     assert [cell.replace(" ", "") for cell in shown] == [*times, factor.replace(" ", "")]
 
 
+def test_the_cost_of_a_push_by_table_size_is_what_was_measured() -> None:
+    rows = cells((ROOT / "docs" / "performance.md").read_text("utf-8"))
+    names = {10**6: "10⁶", 10**8: "10⁸", 10**9: "10⁹", 1 << 34: "2³⁴", 1 << 40: "2⁴⁰"}
+    tables = results("tables.json")["tables"]
+    assert [table["messages"] for table in tables] == [2] * len(tables)
+    for table in tables:
+        push, processor = (f"{1000 * table[field]:.2f}" for field in ("seconds", "processor_seconds"))
+        ratio, first = f"{table['ratio']:.2f} ×", f"{1000 * table['first_seconds']:.0f}"
+        assert [f"{names[table['rows']]} × {table['columns']}", push, processor, ratio, first] in rows
+
+
 def test_what_sorting_takes_on_a_gpu_is_what_was_measured() -> None:
     over = re.search(r"`sort` takes ([\d.]+) to ([\d.]+) × the floor", page("performance.md"))
     assert over is not None
