@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -89,6 +90,8 @@ def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
     address = harmed.instance("server", 2)
     cluster.servers[2].kill()
     harmed.fires("ServerLost", f"Gone: server 2 ({address}).")
+    # A worker that is lost in the same round would end the job.
+    _await_steps(cluster, 2)
 
     address = harmed.instance("worker", 2)
     cluster.workers[2].kill()
@@ -99,6 +102,19 @@ def test_alerts_fire_when_provoked(harmed: Harmed) -> None:
 
     fired = prometheus.query('max_over_time(ALERTS{job="zenps", alertstate="firing"}[1h])')
     assert {sample.labels["alertname"] for sample in fired} <= TIMING
+
+
+def _await_steps(cluster: Cluster, more: int) -> None:
+    """Waits until all workers have begun so many steps more."""
+    before = _steps(cluster)
+    until = time.monotonic() + SECONDS
+    while min(now - then for now, then in zip(_steps(cluster), before, strict=True)) < more:
+        assert time.monotonic() < until, f"steps {before}, and then {_steps(cluster)}"
+        time.sleep(0.1)
+
+
+def _steps(cluster: Cluster) -> list[float]:
+    return [worker.load["step"] for worker in cluster.nodes("worker")]
 
 
 def _knock(cluster: Cluster) -> None:
