@@ -6,8 +6,9 @@ code. Any other failure stands.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -27,8 +28,15 @@ def _much_was_stolen() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     # `make test-gpu` runs in environments that may lack the plug-in.
-    for item in items if config.pluginmanager.hasplugin("rerunfailures") else ():
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    for item in items:
         item.add_marker(pytest.mark.flaky(reruns=RERUNS, condition=_much_was_stolen))
+    # A process of xdist sends two short messages for each test. With Nagle's algorithm the second may wait
+    # 40 ms for the acknowledgement of the first.
+    if hasattr(config, "workerinput"):
+        database: Any = vars(config)["failures_db"]
+        database.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 @pytest.hookimpl(tryfirst=True)
