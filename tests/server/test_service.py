@@ -264,6 +264,7 @@ def test_what_a_server_holds_is_in_its_heartbeats_and_metrics(monkeypatch: pytes
     with started(monkeypatch, registry) as (service, scheduler):
         for _ in range(3):
             assert service._rounds.on_push(make_held(1, KEY, size_bytes=1000), 0.0) == []
+        service._rounds.late.seconds[1] = 4.0
         service._on_view(VIEW)
         for _ in range(2):
             assert scheduler.poll(WAIT_MS)
@@ -271,7 +272,8 @@ def test_what_a_server_holds_is_in_its_heartbeats_and_metrics(monkeypatch: pytes
         service._show_gauges()
     assert isinstance(beat, Heartbeat)
     assert beat.load["open_rounds"] == registry.get_sample_value("zenps_open_rounds") == 1
-    assert beat.load["late_seconds"] == sum(beat.late.values())
+    assert beat.late == {1: 4.0}
+    assert beat.load["late_seconds"] == 4.0
     held_bytes = service._rounds.held_bytes
     assert beat.load["held_bytes"] == registry.get_sample_value("zenps_held_bytes") == held_bytes >= 1000
     budget_bytes = service._rounds._admission.budget_bytes
