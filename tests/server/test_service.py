@@ -173,6 +173,28 @@ def test_a_stop_is_noticed_before_what_came_meanwhile_is_read(monkeypatch: pytes
     assert order == ["polled", "stopped", "received"]
 
 
+def test_a_server_that_was_stopped_listens_before_it_calls_the_scheduler_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole job may have been stopped: then nothing has come when it goes on."""
+    began = time.monotonic()
+    polled = [began]
+    with started(monkeypatch, CollectorRegistry()) as (service, _):
+        cluster = service._config.cluster
+        stopped_seconds = 10 * cluster.rendezvous_seconds
+
+        def poll(timeout_ms: int) -> list[object]:
+            polled.append(polled[-1] + (timeout_ms / 1000 if len(polled) > 1 else stopped_seconds))
+            return []
+
+        monkeypatch.setattr(server_service, "time", SimpleNamespace(monotonic=lambda: polled[-1]))
+        monkeypatch.setattr(service, "_poller", SimpleNamespace(register=lambda *_: None, poll=poll))
+        with pytest.raises(PeerLostError, match="is lost: silent for"):
+            service._serve_until_told()
+    listened_seconds = polled[-1] - began - stopped_seconds
+    assert listened_seconds > cluster.rendezvous_seconds - cluster.lease_seconds
+
+
 def test_rounds_that_wait_for_a_worker_that_takes_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     with started(monkeypatch, CollectorRegistry()) as (service, _):
         assert service._rounds.on_push(make_held(1, KEY), 0.0) == []
