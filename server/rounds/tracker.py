@@ -148,8 +148,8 @@ class ServerRounds:
         actions: Actions = []
         # First, because an open round that ends makes room for refused ones.
         for refused in self._admission.refused_of(given_up.tensor, given_up.step):
-            passed = self._history.passed(refused.key, refused.refused)
-            if not refused.is_recovery and refused.refused.keys() > passed:
+            wanting = refused.refused.keys() & self._peers.keys()
+            if not refused.is_recovery and wanting > self._history.passed(refused.key, wanting):
                 refused.advance("given up")
                 failure = self._failure(refused.key, "given up", _given_up({rank}))
                 actions.append(Reply(self._admission.withdraw(refused), failure, ends=True))

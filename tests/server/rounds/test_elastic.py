@@ -10,7 +10,7 @@ from tests.server.rounds.test_tracker import FixedOutcome, memory_of
 from zenps.errors import ProtocolError
 from zenps.server.rounds.states import HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import Busy, Failure, Push, Result, Wanted
+from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
 ADVICE = "restart this worker, or the job if none goes on"
@@ -203,6 +203,15 @@ def test_a_failure_for_a_lost_rank_that_is_forgotten_is_found_again(before: str)
         assert "rank 2 " in reason
         rounds._history.forget_oldest()
         assert not list(rounds._history)
+
+
+def test_a_round_that_was_refused_to_a_lost_rank_alone_does_not_fail_when_another_gives_it_up() -> None:
+    rounds = ServerRounds(0, 30.0)
+    follow(rounds, (0, 1, 2))
+    push(rounds, 0, Key("other", 0, 0))
+    assert push(rounds, 2) == [Reply([peer_of(2)], Busy(1, *KEY))]
+    follow(rounds, (0, 1))
+    assert rounds.on_give_up(0, GiveUp(1, "t", 0), 0.0) == []
 
 
 def test_a_round_that_is_offered_to_a_lost_rank_alone_ends_once_the_others_have_passed_it() -> None:
