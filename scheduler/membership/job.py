@@ -263,9 +263,14 @@ class Job:
         return sends + self._go_on([member for member in missing if member.role == "worker"], now)
 
     def _lose(self, missing: Sequence[Member], now: float) -> list[Send]:
-        """Members that have not returned to this restarted scheduler are lost."""
+        """Members that have not returned to this restarted scheduler are lost.
+
+        Those that have returned and then left or were lost stay as they are.
+        """
         sends = []
         for member in missing:
+            if self.members.is_taken(member.role, member.rank):
+                continue
             reason = f"{member} is lost: it did not return after the scheduler was restarted"
             sends += to_all(self.members.alive(), Departed(member, True, reason))
             self.recovery.add_lost(member, now)

@@ -35,6 +35,8 @@ class Recovery:
             being members.
         waiting: nodes without a view that were not members, by routing identity. They register once the
             recovery is over.
+        ended: the host on which the process of a node is reported to have ended last, by role and rank. It
+            may be that of a member which has not returned.
     """
 
     def __init__(self, members: Members) -> None:
@@ -42,6 +44,7 @@ class Recovery:
         self.newest: View | None = None
         self.generation = 0
         self.waiting: dict[bytes, Node] = {}
+        self.ended: dict[tuple[Role, int], str] = {}
         self._by_process: dict[Process, list[Member]] = {}
         """The members of the newest view."""
         self._views: dict[int, View] = {}
@@ -127,9 +130,10 @@ class Recovery:
                 self._members.add(_gone(m, now, "left"))
 
     def add_lost(self, member: Member, now: float) -> None:
-        """Adds a member that has not returned. It may have returned to another scheduler."""
+        """Adds a member that has not returned. Unless its process has ended, it may have returned to another
+        scheduler."""
         node = _gone(member, now, "lost")
-        node.may_be_elsewhere = True
+        node.may_be_elsewhere = self.ended.get((member.role, member.rank)) != member.host
         self._members.add(node)
 
     @property

@@ -369,6 +369,7 @@ class Membership:
     def _on_ended(self, message: Ended, now: float) -> list[Send]:
         if message.role == "worker" and (sends := self._job.on_process_ended(message.rank)):
             return sends
+        self._job.recovery.ended[message.role, message.rank] = message.host
         node = self._job.members.holder(message.role, message.rank)
         if node is None or node.register.host != message.host:
             return []

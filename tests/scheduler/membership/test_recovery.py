@@ -14,6 +14,7 @@ from tests.scheduler.nodes import (
     assert_failed,
     confirm,
     gather,
+    keep_alive,
     make_membership,
     only,
     register,
@@ -34,6 +35,7 @@ from zenps.wire.scheduler_messages import (
     BarrierReply,
     Departed,
     Drain,
+    Ended,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -382,6 +384,42 @@ def test_a_node_that_is_lost_after_its_return_is_missing() -> None:
         after.on_message(peer, Heartbeat(1, {}), 12.0)
     sends = after.on_tick(ENOUGH_SECONDS)
     assert [m.rank for m in view_of(sends).servers] == [1]
+    assert sent(sends, Departed) == {}, "they have been told"
+
+
+def test_a_server_that_leaves_after_its_return_is_not_lost() -> None:
+    """With it, the members that are here are a quorum."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    nodes.come(after, [worker(0), server(0), server(1)])
+    after.on_message(server(1), Leave(), 1.0)
+    keep_alive(after, 14.0, [worker(0), server(0)])
+    sends = after.on_tick(ENOUGH_SECONDS)
+    assert (after.state, after.failure) == ("confirming", "")
+    assert {(d.member.role, d.member.rank) for d in sent(sends, Departed).values()} == {("worker", 1)}
+
+
+@pytest.mark.parametrize("returned", [0, 2, 3])
+def test_a_member_whose_process_has_ended_is_at_no_other_scheduler(returned: int) -> None:
+    """Its end may be reported before any member returns, and before or after its own return."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    members = [worker(0), server(0), server(1)]
+    nodes.come(after, members[:returned])
+    sends = after.on_message(b"launch", Ended("server", 1, "box"), 0.0)
+    nodes.come(after, members[returned:2])
+    keep_alive(after, 14.0, members[:2])
+    sends += after.on_tick(ENOUGH_SECONDS)
+    assert (after.state, after.failure) == ("confirming", "")
+    departed = [send.message for send in sends if isinstance(send.message, Departed)]
+    assert [d.member.role for d in departed].count("server") == 2, "each of two others is told once"
+
+
+def test_the_end_of_another_process_of_that_rank_is_not_the_member_s() -> None:
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    after.on_message(b"launch", Ended("server", 1, "elsewhere"), 0.0)
+    nodes.come(after, [worker(0), server(0)])
+    keep_alive(after, 14.0, [worker(0), server(0)])
+    after.on_tick(ENOUGH_SECONDS)
+    assert after.state == "failed"
 
 
 def test_workers_that_had_left_are_not_waited_for_and_stay_missed() -> None:
