@@ -67,6 +67,11 @@ class Recovery:
             self._learn(view)
         self._place(node)
 
+    def forget(self, peer: bytes) -> None:
+        """Drops a node from those that are not members, because it has left or is a member now."""
+        self.waiting.pop(peer, None)
+        self._others.pop(peer, None)
+
     def drop_silent(self, since: float) -> None:
         """Drops nodes that are not members and have not registered since then. Those that are alive register
         again."""
@@ -149,8 +154,7 @@ class Recovery:
         elif not self._members.is_taken(node.role, rank):
             node.rank, node.epoch = rank, self._epoch_of(node.register.view)
             self._members.add(node)
-            self.waiting.pop(node.peer, None)
-            self._others.pop(node.peer, None)
+            self.forget(node.peer)
 
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.

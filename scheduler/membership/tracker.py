@@ -257,6 +257,7 @@ class Membership:
             case Register():
                 return self._on_register(peer, message, now)
             case Leave():
+                self._job.recovery.forget(peer)
                 return []
         return [Send(peer, WhoAreYou(self._incarnation))]
 

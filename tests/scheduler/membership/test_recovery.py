@@ -484,6 +484,26 @@ def test_a_new_server_has_to_wait_until_members_are_back() -> None:
     assert view_of(nodes.come(after, [server(1)])).epoch == 2
 
 
+def test_a_new_server_that_leaves_before_members_are_back_does_not_join() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, EVERYBODY[:3])
+    after.on_message(server(7), register("server", pid=99), 1.0)
+    assert after.on_message(server(7), Leave(), 1.0) == []
+    assert nodes.come(after, [server(1)]) == []
+    assert (after.state, after.live("server")) == ("running", 2)
+
+
+def test_a_node_of_another_job_that_leaves_does_not_return_once_that_job_does() -> None:
+    dead, living = Nodes(), Nodes(first=10)
+    dead.views = {peer: msgspec.structs.replace(view, origin=1) for peer, view in dead.views.items()}
+    after = make_membership()
+    living.come(after, [worker(10)])
+    dead.come(after, [server(0), server(1)])
+    after.on_message(server(0), Leave(), 1.0)
+    dead.come(after, [worker(0), worker(1)])
+    assert [after.name_of(peer) for peer in (server(0), server(1))] == ["", "server-1"]
+
+
 def test_an_unknown_job_gathers() -> None:
     """The scheduler died before there was a view: nodes register as for the first time."""
     after = make_membership()
