@@ -132,12 +132,12 @@ class Recovery:
         left = self._view.left
         for m in self._view.workers:
             if m.rank in left:
-                self._members.add(_gone(m, now, "left"))
+                self._members.add(_gone(m, self._view, now, "left"))
 
     def add_lost(self, member: Member, now: float) -> None:
         """Adds a member that has not returned. Unless its process has ended, it may have returned to another
         scheduler."""
-        node = _gone(member, now, "lost")
+        node = _gone(member, self._view, now, "lost")
         node.may_be_elsewhere = self.ended.get((member.role, member.rank)) != member.host
         self._members.add(node)
 
@@ -224,9 +224,9 @@ class Recovery:
         return view.epoch - is_another
 
 
-def _gone(member: Member, now: float, state: NodeState) -> Node:
-    m = member
-    register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
+def _gone(member: Member, view: View, now: float, state: NodeState) -> Node:
+    m, brief = member, without_members(view)
+    register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {}, view=brief)
     return Node(str(m).encode(), register, m.rank, last_heard=now, state=state)
 
 
