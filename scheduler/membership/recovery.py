@@ -93,6 +93,10 @@ class Recovery:
         taken = [node for node in self._members.alive() if node.register.view is None]
         return [*taken, *self.waiting.values()]
 
+    def not_members(self) -> list[Node]:
+        """Returns the nodes that are not members. When the recovery is over, they join or are refused."""
+        return [*self.waiting.values(), *self._others.values()]
+
     def is_complete(self) -> bool:
         """True if all members of the newest view have returned. Asked at each registration."""
         view, count = self._view, self._members.count
@@ -200,7 +204,7 @@ class Recovery:
         """
         if len(self._views) == 1:
             return next(iter(self._views.values()))
-        nodes = (*self._members.alive(), *self.waiting.values(), *self._others.values())
+        nodes = (*self._members.alive(), *self.not_members())
         registers = [node.register for node in nodes if node.role == "worker"]
 
         def likelihood(view: View) -> tuple[bool, int, int]:

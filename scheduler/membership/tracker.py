@@ -33,7 +33,7 @@ from zenps.wire.scheduler_messages import (
 )
 
 from . import departures, generations
-from .actions import Send
+from .actions import Send, to_all
 from .changes import Changes
 from .job import Job
 from .members import Node
@@ -156,7 +156,7 @@ class Membership:
     def abort(self, reason: str) -> list[Send]:
         """The scheduler must end before the job has ended: fails the job."""
         sends = self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
-        return sends + self._register_waiting(math.inf)
+        return sends + to_all(self._job.recovery.not_members(), Refused("lost", reason))
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────
 

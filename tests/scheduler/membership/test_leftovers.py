@@ -218,12 +218,18 @@ def test_servers_wait_for_new_nodes_before_they_are_told_to_stop() -> None:
 @pytest.mark.parametrize("state", ["recovering", "gathering"])
 def test_nodes_that_wait_are_told_why_the_scheduler_ends(state: str) -> None:
     before, after = Nodes(), make_membership()
+    waiting = {worker(10), server(10)}
     if state == "recovering":
         before.come(after, [server(0)])
+        of_another_job = msgspec.structs.replace(before.again(server(1)), pid=1000)
+        after.on_message(server(99), of_another_job, 0.0)
+        waiting |= {server(0), server(99)}
     come(after, [worker(10), server(10)])
     assert after.state == state
-    refused = sent(after.abort("the scheduler was told to end"), Refused)
-    assert refused.keys() >= {worker(10), server(10)}
+    sends = after.abort("the scheduler was told to end")
+    refused = sent(sends, Refused)
+    assert refused.keys() == waiting
+    assert len(sends) == len(waiting), "each is told once"
     assert all("the scheduler was told to end" in refusal.reason for refusal in refused.values())
 
 
