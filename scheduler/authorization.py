@@ -30,6 +30,8 @@ def authorize(message: ToScheduler, owner: str, registered: str) -> ToScheduler:
             raise ProtocolError("key", f"{what} by {owner}; expected operator")
         return message
     if not isinstance(message, Register):
+        if owner in ("operator", "scheduler"):
+            raise ProtocolError("key", f"a node's message by {owner}; expected a worker or server")
         if registered not in ("", owner):
             raise ProtocolError("key", f"a message of {registered} by {owner}")
         return message

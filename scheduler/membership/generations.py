@@ -58,6 +58,10 @@ def _returns(message: Register, job: Job) -> bool:
 
 
 def is_of_process(message: Register, node: Node) -> bool:
-    """True if the process of ``node`` registers again. A process is only one worker at a time."""
+    """True if the process of ``node`` registers again. A process is only one worker at a time.
+
+    A restarted scheduler knows a worker's rank from a view, and not whether the worker had asked for it.
+    """
     before = node.register
-    return (before.host, before.pid, before.rank) == (message.host, message.pid, message.rank)
+    ranks = (before.rank,) if before.view is None else (before.rank, -1)
+    return (before.host, before.pid) == (message.host, message.pid) and message.rank in ranks

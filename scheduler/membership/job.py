@@ -251,8 +251,6 @@ class Job:
     def recover(self, now: float) -> list[Send]:
         """All members have returned to this restarted scheduler, or the time for their return is over."""
         assert self.recovery.newest is not None
-        if self._is_dead() and any(node.role == "worker" for node in self.recovery.new_nodes()):
-            return self._begin_another_job(now)
         self.views.restore(self.recovery.newest)
         self.quorum.restore(self.recovery.newest)
         self.barriers.passed = self.recovery.passed_barriers()
@@ -260,12 +258,17 @@ class Job:
         self.until = math.inf
         missing = self.recovery.missing()
         sends = self._lose(missing, now)
-        return sends + self._go_on([member for member in missing if member.role == "worker"], now)
+        lost = [member for member in missing if member.role == "worker"]
+        if self._is_dead(lost) and any(node.role == "worker" for node in self.recovery.new_nodes()):
+            return self._begin_another_job(now)
+        return sends + self._go_on(lost, now)
 
     def _lose(self, missing: Sequence[Member], now: float) -> list[Send]:
-        """Members that have not returned to this restarted scheduler are lost."""
+        """Members that have not returned are lost. Those that have returned, and are gone again, stay so."""
         sends = []
         for member in missing:
+            if self.members.is_taken(member.role, member.rank):
+                continue
             reason = f"{member} is lost: it did not return after the scheduler was restarted"
             sends += to_all(self.members.alive(), Departed(member, True, reason))
             self.recovery.add_lost(member, now)
@@ -287,25 +290,26 @@ class Job:
         self.advance("recovery finished")
         return []
 
-    def _is_dead(self) -> bool:
-        """True if the members that have returned cannot continue the job."""
-        if self.may_restart() or self.can_shrink():
+    def _is_dead(self, lost: Sequence[Member]) -> bool:
+        """True if the members that have returned cannot continue the job without the ``lost`` workers."""
+        if self.may_restart():
             return False
-        has_lost = any(member.role == "worker" for member in self.recovery.missing())
-        return has_lost or not self.members.present("worker")
+        if self.can_shrink():
+            return bool(lost) and not self.quorum.may_continue()
+        return bool(lost) or not self.members.present("worker")
 
     def _begin_another_job(self, now: float) -> list[Send]:
         """Begins another job with the nodes that wait. Those that returned are left over from a dead job."""
         left_over = [node for node in self.members.alive() if node.register.view is not None]
         waiting = {node.peer: node for node in self.recovery.new_nodes()}
-        lost = [member for member in self.recovery.missing() if member.role == "worker"]
+        missing = listing(self.recovery.missing())
         self.advance("another job begins")
         self.has_replaced = True
         self._begin(now)
         self.recovery.waiting = waiting
         reason = "another job of this name has begun, and this node is left over from the one before"
-        if lost:
-            reason += f", of which {lost[0]} is lost: it did not return after the scheduler was restarted"
+        if missing:
+            reason += f", of which {missing} did not return after the scheduler was restarted"
         return to_all(left_over, Refused("lost", reason))
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────

@@ -35,6 +35,8 @@ class Recovery:
             being members.
         waiting: nodes without a view that were not members, by routing identity. They register once the
             recovery is over.
+        ended: the host on which the process of a node is reported to have ended last, by role and rank. It
+            may be that of a member which has not returned.
     """
 
     def __init__(self, members: Members) -> None:
@@ -42,6 +44,7 @@ class Recovery:
         self.newest: View | None = None
         self.generation = 0
         self.waiting: dict[bytes, Node] = {}
+        self.ended: dict[tuple[Role, int], str] = {}
         self._by_process: dict[Process, list[Member]] = {}
         """The members of the newest view."""
         self._views: dict[int, View] = {}
@@ -64,6 +67,11 @@ class Recovery:
             self._learn(view)
         self._place(node)
 
+    def forget(self, peer: bytes) -> None:
+        """Drops a node from those that are not members, because it has left or is a member now."""
+        self.waiting.pop(peer, None)
+        self._others.pop(peer, None)
+
     def drop_silent(self, since: float) -> None:
         """Drops nodes that are not members and have not registered since then. Those that are alive register
         again."""
@@ -84,6 +92,10 @@ class Recovery:
         job."""
         taken = [node for node in self._members.alive() if node.register.view is None]
         return [*taken, *self.waiting.values()]
+
+    def not_members(self) -> list[Node]:
+        """Returns the nodes that are not members. When the recovery is over, they join or are refused."""
+        return [*self.waiting.values(), *self._others.values()]
 
     def is_complete(self) -> bool:
         """True if all members of the newest view have returned. Asked at each registration."""
@@ -124,12 +136,13 @@ class Recovery:
         left = self._view.left
         for m in self._view.workers:
             if m.rank in left:
-                self._members.add(_gone(m, now, "left"))
+                self._members.add(_gone(m, self._view, now, "left"))
 
     def add_lost(self, member: Member, now: float) -> None:
-        """Adds a member that has not returned. It may have returned to another scheduler."""
-        node = _gone(member, now, "lost")
-        node.may_be_elsewhere = True
+        """Adds a member that has not returned. Unless its process has ended, it may have returned to another
+        scheduler."""
+        node = _gone(member, self._view, now, "lost")
+        node.may_be_elsewhere = self.ended.get((member.role, member.rank)) != member.host
         self._members.add(node)
 
     @property
@@ -145,8 +158,7 @@ class Recovery:
         elif not self._members.is_taken(node.role, rank):
             node.rank, node.epoch = rank, self._epoch_of(node.register.view)
             self._members.add(node)
-            self.waiting.pop(node.peer, None)
-            self._others.pop(node.peer, None)
+            self.forget(node.peer)
 
     def _rank_before(self, peer: bytes, message: Register) -> int | None:
         """Returns the node's rank in the newest view, by host and process: its own view may be older.
@@ -192,7 +204,7 @@ class Recovery:
         """
         if len(self._views) == 1:
             return next(iter(self._views.values()))
-        nodes = (*self._members.alive(), *self.waiting.values(), *self._others.values())
+        nodes = (*self._members.alive(), *self.not_members())
         registers = [node.register for node in nodes if node.role == "worker"]
 
         def likelihood(view: View) -> tuple[bool, int, int]:
@@ -216,9 +228,9 @@ class Recovery:
         return view.epoch - is_another
 
 
-def _gone(member: Member, now: float, state: NodeState) -> Node:
-    m = member
-    register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {})
+def _gone(member: Member, view: View, now: float, state: NodeState) -> Node:
+    m, brief = member, without_members(view)
+    register = Register(m.role, m.rank, m.host, m.pid, m.address, m.metrics, {}, view=brief)
     return Node(str(m).encode(), register, m.rank, last_heard=now, state=state)
 
 

@@ -33,7 +33,7 @@ from zenps.wire.scheduler_messages import (
 )
 
 from . import departures, generations
-from .actions import Send
+from .actions import Send, to_all
 from .changes import Changes
 from .job import Job
 from .members import Node
@@ -156,7 +156,7 @@ class Membership:
     def abort(self, reason: str) -> list[Send]:
         """The scheduler must end before the job has ended: fails the job."""
         sends = self._job.fail("told to end", "lost", reason) if "told to end" in JOB[self.state] else []
-        return sends + self._register_waiting(math.inf)
+        return sends + to_all(self._job.recovery.not_members(), Refused("lost", reason))
 
     # ── questions ───────────────────────────────────────────────────────────────────────────────
 
@@ -257,6 +257,7 @@ class Membership:
             case Register():
                 return self._on_register(peer, message, now)
             case Leave():
+                self._job.recovery.forget(peer)
                 return []
         return [Send(peer, WhoAreYou(self._incarnation))]
 
@@ -369,6 +370,7 @@ class Membership:
     def _on_ended(self, message: Ended, now: float) -> list[Send]:
         if message.role == "worker" and (sends := self._job.on_process_ended(message.rank)):
             return sends
+        self._job.recovery.ended[message.role, message.rank] = message.host
         node = self._job.members.holder(message.role, message.rank)
         if node is None or node.register.host != message.host:
             return []

@@ -7,7 +7,15 @@ import pytest
 from tests.scheduler.nodes import register
 from zenps.errors import ProtocolError
 from zenps.scheduler.authorization import authorize
-from zenps.wire.scheduler_messages import Drain, Ended, Leave, Register, StatusRequest, ToScheduler
+from zenps.wire.scheduler_messages import (
+    Drain,
+    Ended,
+    Heartbeat,
+    Leave,
+    Register,
+    StatusRequest,
+    ToScheduler,
+)
 
 OWN = register("worker", 3)
 
@@ -41,6 +49,8 @@ def test_a_registration_for_any_rank_gets_that_of_the_key() -> None:
         (Ended("worker", 1, "box"), "worker-3", "", "end of worker 1 by worker-3; expected operator"),
         (Drain(0), "worker-3", "", "drain of server 0 by worker-3; expected operator"),
         (Leave(), "worker-3", "worker-2", "a message of worker-2 by worker-3"),
+        (Leave(), "operator", "", "a node's message by operator; expected a worker or server"),
+        (Heartbeat(0, {}), "scheduler", "", "a node's message by scheduler; expected a worker or server"),
         (OWN, "worker-2", "", "registers as worker-3, but its key is that of worker-2"),
         (register("worker"), "server-2", "", "registers as worker, but its key is that of server-2"),
         (OWN, "operator", "", "its key is that of operator"),

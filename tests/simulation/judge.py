@@ -69,6 +69,17 @@ class Judge:
         is_minority = scheduler.membership.live("worker") <= missing
         return "another scheduler may have these" in reason and (is_minority or misses_both)
 
+    def _was_without_quorum(self, worker: Worker, reason: str) -> bool:
+        """As :meth:`_is_without_quorum` if a restarted scheduler has begun another job, whose workers it has.
+
+        Those of the ``worker``'s job that had returned are told the same ``reason``, unless that was lost.
+        """
+        missing = set(re.findall(r"worker \d+ \(host ([\w-]+), pid (\d+)\)", reason))
+        members = [other for other in self._simulation.workers if other.view and other.job == worker.job]
+        here = [other for other in members if not other.is_gone or other.error == reason]
+        is_minority = sum((other.host, str(other.pid)) not in missing for other in here) <= len(missing)
+        return bool(missing) and (is_minority or "server " in reason)
+
     def on_failed_round(self, worker: Worker, round_: Round, reason: str) -> None:
         """A round fails. That is right only if a rank was lost after it began, whose push may be missing.
 
@@ -138,6 +149,8 @@ class Judge:
             return self._excuse_of_joining(worker, reason)
         if self._is_without_quorum(reason):
             return "the quorum was lost"
+        if "another job of this name has begun" in reason and self._was_without_quorum(worker, reason):
+            return "the quorum was lost, and others begin another job"
         if "were lost within one round" in reason or "servers have changed" in reason:
             return "a round was lost with a worker and a server"
         if "the sum with its push dropped" in reason:

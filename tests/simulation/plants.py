@@ -248,7 +248,7 @@ class BeginsAnew(Membership):
 
 
 class _LoyalJob(Job):
-    def _is_dead(self) -> bool:
+    def _is_dead(self, lost: Sequence[Member]) -> bool:
         return False
 
     def on_returned(self, now: float) -> list[Send]:

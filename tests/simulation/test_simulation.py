@@ -449,6 +449,26 @@ ONCE_FAILED = [
         ),
         scenario="continue",
     ),
+    # Workers return without a quorum, and one that was started again waits: it begins another job.
+    Script(
+        seed=770052,
+        workers=3,
+        servers=1,
+        steps=5,
+        runs_ahead=False,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.0,
+        budget_bytes=1048576,
+        faults=(
+            Fault(at=1.748, kind="crash worker in a barrier", target=2, seconds=13.634),
+            Fault(at=15.366, kind="crash scheduler", target=0, seconds=13.479),
+            Fault(at=26.035, kind="stop server", target=7, seconds=18.465),
+        ),
+        scenario="continue",
+        reshard_seconds=0.0,
+        message_units=4,
+    ),
     # A restarted scheduler makes up an identity for a worker that had left, and tells servers.
     Script(
         seed=0,

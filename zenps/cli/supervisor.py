@@ -248,9 +248,11 @@ class Supervisor:
         """The workers of an elastic job continue without one, however it ended."""
         if not (self._config.cluster.is_elastic and self._running("worker")):
             return False
-        # Without an answer the job continues: if not all have joined, the rendezvous will fail.
+        # Without an answer the job continues: if not all have joined, the rendezvous will fail. A scheduler
+        # that was started again gathers until the first node returns to it, although all had joined.
         status = self._report_end(failed)
-        if status is not None and status.state in ("gathering", "failed"):
+        ends = ("failed",) if self._scheduler_deaths else ("gathering", "failed")
+        if status is not None and status.state in ends:
             return False
         self._say(f"{failed.name} ended: {failed.how_it_ended()}; the others continue without it")
         return True

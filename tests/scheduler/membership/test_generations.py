@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 import pytest
 
+from tests.scheduler.membership.test_recovery import Nodes
 from tests.scheduler.nodes import (
     LEASE_SECONDS,
     RENDEZVOUS_SECONDS,
@@ -510,6 +511,24 @@ def test_the_first_that_joins_again_need_not_wait_for_the_last_to_leave() -> Non
         server(0),
         server(1),
     }
+
+
+@pytest.mark.parametrize("rank", [-1, 0])
+@pytest.mark.parametrize("leaves", ["before", "after"])
+def test_a_worker_joins_again_at_a_restarted_scheduler_as_at_the_one_before(leaves: str, rank: int) -> None:
+    """That one knew with which rank it had registered; this one knows its rank in the view."""
+    nodes, after = Nodes(), make_membership(rejoin_seconds=REJOIN_SECONDS)
+    if leaves == "before":
+        nodes.hear(nodes.before.on_message(worker(0), Leave(), 1.0))
+        nodes.confirm()
+    nodes.come(after, [server(0), server(1), worker(1), *([worker(0)] * (leaves == "after"))])
+    assert after.state == "running"
+    after.on_message(worker(0), Leave(), 1.0)
+    confirm(after, [server(0), server(1)])
+    stranger = register("worker", rank, pid=999)
+    assert isinstance(only(after.on_message(b"stranger", stranger, 2.0), b"stranger"), Refused)
+    assert after.on_message(b"new-0", register("worker", rank, pid=0), 2.0) == []
+    assert state_of(after) == "gathering"
 
 
 @pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 import pytest
@@ -116,11 +117,14 @@ def test_members_that_return_are_not_replaced_by_a_job_that_was_started_beside_t
     assert after.on_tick(2.0) == [], "they have been told"
 
 
+@pytest.mark.parametrize("on_worker_loss", ["fail", "continue"])
 @pytest.mark.parametrize("worker_returns", [False, True])
-def test_new_nodes_begin_when_the_old_job_cannot_go_on(worker_returns: bool) -> None:
-    """They are not all there yet. A job that has lost a worker would fail anyway."""
-    before, after = Nodes(), make_membership()
-    returning = [server(0), server(1), worker(0)] if worker_returns else [server(0)]
+def test_new_nodes_begin_when_the_old_job_cannot_go_on(
+    worker_returns: bool, on_worker_loss: Literal["fail", "continue"]
+) -> None:
+    """They are not all there yet. A job that has lost a worker, or has no quorum, would fail anyway."""
+    before, after = Nodes(), make_membership(on_worker_loss=on_worker_loss)
+    returning = [server(0), worker(0)] if worker_returns else [server(0)]
     before.come(after, returning)
     early = [worker(10), worker(11), server(10)]
     assert come(after, early) == []
@@ -130,10 +134,10 @@ def test_new_nodes_begin_when_the_old_job_cannot_go_on(worker_returns: bool) -> 
     assert after.state == "gathering"
     refused = sent(sends, Refused)
     assert refused.keys() == set(returning)
-    gone = (
-        f"of which worker {1 if worker_returns else 0} (host box, pid {1 if worker_returns else 0}) is lost"
-    )
-    assert all(gone in refusal.reason for refusal in refused.values())
+    gone = "worker 1 (host box, pid 1), server 1 (host box, pid 51)"
+    gone = gone if worker_returns else f"worker 0 (host box, pid 0), {gone}"
+    told = f"of which {gone} did not return after the scheduler was restarted"
+    assert all(told in refusal.reason for refusal in refused.values())
     assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
 
 
@@ -214,12 +218,18 @@ def test_servers_wait_for_new_nodes_before_they_are_told_to_stop() -> None:
 @pytest.mark.parametrize("state", ["recovering", "gathering"])
 def test_nodes_that_wait_are_told_why_the_scheduler_ends(state: str) -> None:
     before, after = Nodes(), make_membership()
+    waiting = {worker(10), server(10)}
     if state == "recovering":
         before.come(after, [server(0)])
+        of_another_job = msgspec.structs.replace(before.again(server(1)), pid=1000)
+        after.on_message(server(99), of_another_job, 0.0)
+        waiting |= {server(0), server(99)}
     come(after, [worker(10), server(10)])
     assert after.state == state
-    refused = sent(after.abort("the scheduler was told to end"), Refused)
-    assert refused.keys() >= {worker(10), server(10)}
+    sends = after.abort("the scheduler was told to end")
+    refused = sent(sends, Refused)
+    assert refused.keys() == waiting
+    assert len(sends) == len(waiting), "each is told once"
     assert all("the scheduler was told to end" in refusal.reason for refusal in refused.values())
 
 

@@ -14,6 +14,7 @@ from tests.scheduler.nodes import (
     assert_failed,
     confirm,
     gather,
+    keep_alive,
     make_membership,
     only,
     register,
@@ -34,6 +35,7 @@ from zenps.wire.scheduler_messages import (
     BarrierReply,
     Departed,
     Drain,
+    Ended,
     Heartbeat,
     HeartbeatReply,
     Leave,
@@ -382,6 +384,42 @@ def test_a_node_that_is_lost_after_its_return_is_missing() -> None:
         after.on_message(peer, Heartbeat(1, {}), 12.0)
     sends = after.on_tick(ENOUGH_SECONDS)
     assert [m.rank for m in view_of(sends).servers] == [1]
+    assert sent(sends, Departed) == {}, "they have been told"
+
+
+def test_a_server_that_leaves_after_its_return_is_not_lost() -> None:
+    """With it, the members that are here are a quorum."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    nodes.come(after, [worker(0), server(0), server(1)])
+    after.on_message(server(1), Leave(), 1.0)
+    keep_alive(after, 14.0, [worker(0), server(0)])
+    sends = after.on_tick(ENOUGH_SECONDS)
+    assert (after.state, after.failure) == ("confirming", "")
+    assert {(d.member.role, d.member.rank) for d in sent(sends, Departed).values()} == {("worker", 1)}
+
+
+@pytest.mark.parametrize("returned", [0, 2, 3])
+def test_a_member_whose_process_has_ended_is_at_no_other_scheduler(returned: int) -> None:
+    """Its end may be reported before any member returns, and before or after its own return."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    members = [worker(0), server(0), server(1)]
+    nodes.come(after, members[:returned])
+    sends = after.on_message(b"launch", Ended("server", 1, "box"), 0.0)
+    nodes.come(after, members[returned:2])
+    keep_alive(after, 14.0, members[:2])
+    sends += after.on_tick(ENOUGH_SECONDS)
+    assert (after.state, after.failure) == ("confirming", "")
+    departed = [send.message for send in sends if isinstance(send.message, Departed)]
+    assert [d.member.role for d in departed].count("server") == 2, "each of two others is told once"
+
+
+def test_the_end_of_another_process_of_that_rank_is_not_the_member_s() -> None:
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    after.on_message(b"launch", Ended("server", 1, "elsewhere"), 0.0)
+    nodes.come(after, [worker(0), server(0)])
+    keep_alive(after, 14.0, [worker(0), server(0)])
+    after.on_tick(ENOUGH_SECONDS)
+    assert after.state == "failed"
 
 
 def test_workers_that_had_left_are_not_waited_for_and_stay_missed() -> None:
@@ -444,6 +482,26 @@ def test_a_new_server_has_to_wait_until_members_are_back() -> None:
     nodes.come(after, EVERYBODY[:3])
     assert after.on_message(server(7), register("server", pid=99), 1.0) == []
     assert view_of(nodes.come(after, [server(1)])).epoch == 2
+
+
+def test_a_new_server_that_leaves_before_members_are_back_does_not_join() -> None:
+    nodes, after = Nodes(), make_membership()
+    nodes.come(after, EVERYBODY[:3])
+    after.on_message(server(7), register("server", pid=99), 1.0)
+    assert after.on_message(server(7), Leave(), 1.0) == []
+    assert nodes.come(after, [server(1)]) == []
+    assert (after.state, after.live("server")) == ("running", 2)
+
+
+def test_a_node_of_another_job_that_leaves_does_not_return_once_that_job_does() -> None:
+    dead, living = Nodes(), Nodes(first=10)
+    dead.views = {peer: msgspec.structs.replace(view, origin=1) for peer, view in dead.views.items()}
+    after = make_membership()
+    living.come(after, [worker(10)])
+    dead.come(after, [server(0), server(1)])
+    after.on_message(server(0), Leave(), 1.0)
+    dead.come(after, [worker(0), worker(1)])
+    assert [after.name_of(peer) for peer in (server(0), server(1))] == ["", "server-1"]
 
 
 def test_an_unknown_job_gathers() -> None:

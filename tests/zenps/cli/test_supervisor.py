@@ -173,11 +173,18 @@ def test_an_end_while_another_is_handled_is_noticed(failing: Any) -> None:
     assert reads == [float("inf"), 0.0, 0.0, 0.0]
 
 
-def test_an_elastic_job_does_not_continue_before_all_have_joined(elastic: Any) -> None:
-    elastic.state = "gathering"
+@pytest.mark.parametrize(
+    ("state", "scheduler_deaths", "code"),
+    [("gathering", 0, 7), ("gathering", 1, None), ("failed", 0, 7), ("failed", 1, 7), ("running", 1, None)],
+)
+def test_an_elastic_job_continues_without_a_worker_once_all_have_joined(
+    elastic: Any, state: str, scheduler_deaths: int, code: int | None
+) -> None:
+    """A scheduler that was started again does not know that they had, until a node returns to it."""
+    elastic.state, elastic._scheduler_deaths = state, scheduler_deaths
     elastic._processes[1].end(7)
     elastic._turn()
-    assert elastic._code == 7
+    assert elastic._code == code
 
 
 @pytest.mark.parametrize(("epoch", "is_asked"), [(0, True), (3, False)])
