@@ -91,7 +91,8 @@ def test_another_process_agrees() -> None:
         "import torch; from zenps.partition.strategies import KeySpace, strategy\n"
         f"for name in {ALL}:\n"
         "    partition = strategy(name).partition(KeySpace('t', 99_999, 3))\n"
-        "    print(partition.permutation.forward(torch.arange(500)).tolist(), partition.bounds[::100].tolist())"
+        "    positions = partition.permutation.forward(torch.arange(500))\n"
+        "    print(positions.tolist(), partition.bounds[::100].tolist())"
     )
     environment = os.environ | {
         "PYTHONHASHSEED": "321",
