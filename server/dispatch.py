@@ -22,6 +22,7 @@ from zenps.wire.frames import CorruptedError, Decoder
 from zenps.wire.identity import public_part
 from zenps.wire.messages import Failure, GiveUp, Here, Push, Resend, ToServer
 
+from .reducers.base import FailedRound
 from .reducers.registry import make_reducers
 from .replies import ReplySender
 from .rounds.states import Action, HeldPush, Reduce, Reply
@@ -171,7 +172,8 @@ class Dispatcher:
         for reply in self._rounds.replies(round_.key, outcome):
             self._replies.send(reply)
         self._metrics.round_wait_duration.observe(round_.waited_seconds)
-        self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
+        if not isinstance(outcome, FailedRound):  # each duration counts as a round that was aggregated
+            self._metrics.aggregation_duration.observe((end_ns - begin_ns) / 1e9)
         log.here.step = reducer.step(push)
         self._rounds.hold_back(self._replies.is_any_behind())
         return self._rounds.finish(round_.key, outcome, end_ns / 1e9)

@@ -63,13 +63,17 @@ class ReplySender:
         self._workers = workers
         self._metrics = metrics
         self._trace = trace
+        self._last_failure = 0, ""
+        """The ring and the text of the failure that was logged last."""
 
     def send(self, reply: Reply) -> None:
         """Sends a reply to all its peers. Drops those for which too many messages wait."""
         match reply.message:
-            case Failure(reason=reason) if reply.ends:
+            case Failure(ring_epoch=ring, reason=reason) if reply.ends:
                 self._metrics.rounds.fail()
-                logger.warning("%s", reason)
+                if (ring, reason) != self._last_failure:  # all chunks of a tensor may fail alike
+                    self._last_failure = ring, reason
+                    logger.warning("%s", reason)
             case Busy():
                 self._metrics.refused_pushes.inc()
         envelopes: dict[Shared | None, bytes] = {}

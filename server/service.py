@@ -208,7 +208,7 @@ class _Service:
         if view.epoch > self._epoch:
             self._follow(view)
         # Even if the view is known already: the scheduler repeats it until it hears that this server has it.
-        self._link.beat(time.monotonic(), self._epoch, self._load())
+        self._link.beat(time.monotonic(), self._epoch, self._load(), self._late())
 
     def _follow(self, view: View) -> None:
         is_first, is_new_ring = not self._epoch, view.ring_epoch > self._epoch

@@ -77,7 +77,7 @@ class Barriers:
         world_size = len(self._members.present("worker"))
         barrier = self._open.setdefault(sequence, _Barrier(now + self._deadline_seconds))
         if node.rank not in barrier.waiting:
-            self._late.wait([node.rank], [*barrier.arrivals.values()], world_size, now)
+            self._late.wait([node.rank], barrier.arrivals.values(), world_size, now)
             barrier.arrivals[node.rank] = now
         barrier.waiting[node.rank] = node.peer
         return self._complete(sequence)
@@ -93,7 +93,7 @@ class Barriers:
         workers = self._members.present("worker")
         for sequence, barrier in list(self._open.items()):
             absent = [node for node in workers if node.rank not in barrier.waiting]
-            arrivals = [*barrier.arrivals.values()]
+            arrivals = barrier.arrivals.values()
             self._late.wait([node.rank for node in absent], arrivals, len(workers), now)
             if now > barrier.deadline:
                 reason = f"not reached within {self._deadline_seconds:g} s by {names(absent)}; {LATE_ADVICE}"

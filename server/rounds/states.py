@@ -167,8 +167,8 @@ class ServerRound(Struct, eq=False):
     """By the rank that pushed, the fragments that have come of a push that has several."""
     ranks: set[int] = set()
     """The ranks whose values are in ``held`` completely; one push may stand for several."""
-    arrivals: list[float] = []
-    """When the values of each rank were complete."""
+    arrivals: dict[int, float] = {}
+    """By rank, when its values were complete; ascending."""
     is_recovery: bool = False
     """Whether other ranks may have the result already: from an older ring, or from an outcome that this
     server has forgotten since."""
@@ -225,7 +225,9 @@ class ServerRound(Struct, eq=False):
 
     def forget_push(self, rank: int) -> None:
         """Drops what a rank has pushed."""
-        self.ranks.difference_update(self.held.pop(rank).push.ranks)
+        for gone in self.held.pop(rank).push.ranks:
+            self.ranks.discard(gone)
+            self.arrivals.pop(gone, None)
         self.fragments.pop(rank, None)
 
 

@@ -148,8 +148,8 @@ class ServerRounds:
         actions: Actions = []
         # First, because an open round that ends makes room for refused ones.
         for refused in self._admission.refused_of(given_up.tensor, given_up.step):
-            passed = self._history.passed(refused.key, refused.refused)
-            if not refused.is_recovery and refused.refused.keys() > passed:
+            wanting = refused.refused.keys() & self._peers.keys()
+            if not refused.is_recovery and wanting > self._history.passed(refused.key, wanting):
                 refused.advance("given up")
                 failure = self._failure(refused.key, "given up", _given_up({rank}))
                 actions.append(Reply(self._admission.withdraw(refused), failure, ends=True))
@@ -178,7 +178,7 @@ class ServerRounds:
         self._stop_grace.begin(seconds, now)
         self.late.postpone(seconds)
         for round_ in self._open.values():
-            round_.arrivals = [at + seconds for at in round_.arrivals]
+            round_.arrivals = {rank: at + seconds for rank, at in round_.arrivals.items()}
 
     def on_tick(self, now: float) -> Actions:
         """Ends rounds that have waited long enough, and asks for pushes that ranks may not send unasked."""
@@ -264,9 +264,9 @@ class ServerRounds:
             if not (reason := self._admission.why_too_large(held)):
                 return []
             return self._fail(round_, "too large", reason, now)
-        self.late.wait(ranks, round_.arrivals, len(self._peers), now)
+        self.late.wait(ranks, round_.arrivals.values(), len(self._peers), now)
         round_.ranks.update(ranks)
-        round_.arrivals += [now] * len(ranks)
+        round_.arrivals.update(dict.fromkeys(ranks, now))
         return self._complete(round_, now)
 
     def _complete(self, round_: ServerRound, now: float) -> Actions:
@@ -360,7 +360,7 @@ class ServerRounds:
         # A recovery round has the ranks of an earlier outcome, or fails for lack of them, however often.
         if self._lost and not round_.is_recovery:
             round_.excluded = self._lost - round_.ranks
-        round_.held, round_.fragments, round_.ranks, round_.arrivals = {}, {}, set(), []
+        round_.held, round_.fragments, round_.ranks, round_.arrivals = {}, {}, set(), {}
         round_.resumed = frozenset()
         round_.outcome = outcome
         self._admission.keep(round_)
@@ -391,7 +391,7 @@ class ServerRounds:
         for round_ in self._open.values():
             if 2 * len(round_.ranks) >= len(self._peers):
                 missing = self._peers.keys() - round_.ranks
-                return self.late.wait(missing, round_.arrivals, len(self._peers), now)
+                return self.late.wait(missing, round_.arrivals.values(), len(self._peers), now)
 
 
 def _given_up(ranks: Iterable[int]) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from prometheus_client import CollectorRegistry
 
 from zenps.buffers import BufferPool
@@ -10,10 +11,11 @@ from zenps.config.settings import Config
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF
 from zenps.server.dispatch import Dispatcher
+from zenps.server.reducers.base import FailedRound
 from zenps.server.reducers.registry import make_reducers
 from zenps.server.rounds.states import HeldPush, Reply
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import Busy, Push, Resume
+from zenps.wire.messages import Busy, Failure, Push, Resume
 
 PEER = b"worker-0"
 
@@ -76,6 +78,21 @@ def test_a_round_is_answered_before_its_end_is_booked() -> None:
     assert bytes(reply.frames[-1]) == np.ones(4, np.float32).tobytes()
     assert rounds.open_rounds == 0
     assert counters.aggregation_duration.count == 1
+
+
+def test_a_round_whose_pushes_cannot_be_summed_does_not_count_as_aggregated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rounds, registry = rounds_of_one(), CollectorRegistry()
+    replies = Replies(rounds)
+    dispatcher = make_dispatcher(rounds, replies, ServerMetrics(registry))
+    failure = Failure(1, "t", 0, 0, "size", "too many rows")
+    monkeypatch.setattr(dispatcher._reducers["dense"], "reduce", lambda payloads: FailedRound(failure))
+
+    dispatcher.execute(rounds.on_push(push_of_ones(), 0.0))
+
+    assert [reply for reply, _ in replies.sent] == [Reply([PEER], failure, ends=True)]
+    assert registry.get_sample_value("zenps_server_rounds_total", {"outcome": "aggregated"}) == 0
 
 
 def test_a_round_waits_while_a_worker_has_too_much_to_take() -> None:

@@ -210,6 +210,18 @@ def test_refused_pushes_and_failed_rounds_are_counted_once_for_all_peers(
     assert spans == 2 * ["answer"] + ["refuse"] + 4 * ["fail"]
 
 
+def test_chunks_of_one_step_that_fail_alike_are_logged_once(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    for ring, step in ((1, 0), (1, 1), (2, 1)):
+        for chunk in range(3):
+            failure = Failure(ring, "a", step, chunk, "lost", f"step {step}: worker 0 is lost")
+            server.replies.send(Reply(PEERS, failure, ends=True))
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [f"step {step}: worker 0 is lost" for step in (0, 1, 1)]
+    assert server.count("server_rounds", outcome="failed") == 9
+
+
 def test_a_worker_that_takes_nothing_for_long_is_dropped(server: Server) -> None:
     assert not server.replies.is_any_behind()
     server.network.stalled = {route_of(PEERS[0]): "it has taken nothing"}

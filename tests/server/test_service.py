@@ -173,6 +173,28 @@ def test_a_stop_is_noticed_before_what_came_meanwhile_is_read(monkeypatch: pytes
     assert order == ["polled", "stopped", "received"]
 
 
+def test_a_server_that_was_stopped_listens_before_it_calls_the_scheduler_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole job may have been stopped: then nothing has come when it goes on."""
+    began = time.monotonic()
+    polled = [began]
+    with started(monkeypatch, CollectorRegistry()) as (service, _):
+        cluster = service._config.cluster
+        stopped_seconds = 10 * cluster.rendezvous_seconds
+
+        def poll(timeout_ms: int) -> list[object]:
+            polled.append(polled[-1] + (timeout_ms / 1000 if len(polled) > 1 else stopped_seconds))
+            return []
+
+        monkeypatch.setattr(server_service, "time", SimpleNamespace(monotonic=lambda: polled[-1]))
+        monkeypatch.setattr(service, "_poller", SimpleNamespace(register=lambda *_: None, poll=poll))
+        with pytest.raises(PeerLostError, match="is lost: silent for"):
+            service._serve_until_told()
+    listened_seconds = polled[-1] - began - stopped_seconds
+    assert listened_seconds > cluster.rendezvous_seconds - cluster.lease_seconds
+
+
 def test_rounds_that_wait_for_a_worker_that_takes_nothing_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     with started(monkeypatch, CollectorRegistry()) as (service, _):
         assert service._rounds.on_push(make_held(1, KEY), 0.0) == []
@@ -264,6 +286,7 @@ def test_what_a_server_holds_is_in_its_heartbeats_and_metrics(monkeypatch: pytes
     with started(monkeypatch, registry) as (service, scheduler):
         for _ in range(3):
             assert service._rounds.on_push(make_held(1, KEY, size_bytes=1000), 0.0) == []
+        service._rounds.late.seconds[1] = 4.0
         service._on_view(VIEW)
         for _ in range(2):
             assert scheduler.poll(WAIT_MS)
@@ -271,7 +294,8 @@ def test_what_a_server_holds_is_in_its_heartbeats_and_metrics(monkeypatch: pytes
         service._show_gauges()
     assert isinstance(beat, Heartbeat)
     assert beat.load["open_rounds"] == registry.get_sample_value("zenps_open_rounds") == 1
-    assert beat.load["late_seconds"] == sum(beat.late.values())
+    assert beat.late == {1: 4.0}
+    assert beat.load["late_seconds"] == 4.0
     held_bytes = service._rounds.held_bytes
     assert beat.load["held_bytes"] == registry.get_sample_value("zenps_held_bytes") == held_bytes >= 1000
     budget_bytes = service._rounds._admission.budget_bytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import Final
 
 MAX_RANKS: Final = 16
@@ -28,7 +29,7 @@ class Lateness:
         self.seconds: dict[int, float] = {}
         self._counted_until: dict[int, float] = {}
 
-    def wait(self, ranks: Iterable[int], arrivals: Sequence[float], expected: int, now: float) -> None:
+    def wait(self, ranks: Iterable[int], arrivals: Collection[float], expected: int, now: float) -> None:
         """Counts the wait for ``ranks``, which arrive just now or are still missing.
 
         Args:
@@ -40,7 +41,7 @@ class Lateness:
         half = (expected + 1) // 2
         if len(arrivals) < half:
             return
-        since = arrivals[half - 1]
+        since = next(islice(arrivals, half - 1, None))
         for rank in ranks:
             begin = max(since, self._counted_until.get(rank, since))
             if now > begin:

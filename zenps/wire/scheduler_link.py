@@ -82,7 +82,7 @@ class SchedulerLink:
         self.identity = identity
         self._decoder: Decoder[FromScheduler] = Decoder(cluster.job, FromScheduler)
         self._next_beat = 0.0
-        self._heard = time.monotonic()
+        self._heard = self._next_check = time.monotonic()
         self._is_missed = False
         self._other_version = ""
         self.clock = ClockFilter()
@@ -236,14 +236,19 @@ class SchedulerLink:
             yield message
 
     def check(self, now: float) -> None:
-        """Checks that the scheduler still answers heartbeats.
+        """Checks that the scheduler still answers heartbeats. Call it as often as heartbeats are due.
 
         The scheduler may end and be restarted while rounds go on. But without it no lost node is noticed.
 
         Raises:
             PeerLostError: it has been silent for ``cluster.rendezvous_seconds``, at least a lease.
         """
-        silent, lease = now - self._heard, self._cluster.lease_seconds
+        # Who was stopped itself could not hear the scheduler, and what came meanwhile may not be read yet.
+        stopped_seconds = max(now - self._next_check, 0.0)
+        self._heard = min(self._heard + stopped_seconds, now)
+        lease = self._cluster.lease_seconds
+        self._next_check = now + lease / BEATS_PER_LEASE
+        silent = now - self._heard
         most = max(lease, self._cluster.rendezvous_seconds)
         who = f"the scheduler at {self._scheduler}"
         if silent > most:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
+from msgspec import structs
 
 from tests.server.rounds.test_tracker import FixedOutcome, memory_of
 from zenps.errors import ProtocolError
 from zenps.server.rounds.states import HeldPush, Key, Reduce, Reply
 from zenps.server.rounds.tracker import Actions, ServerRounds
-from zenps.wire.messages import Busy, Failure, Push, Result, Wanted
+from zenps.wire.messages import Busy, Failure, GiveUp, Push, Result, Wanted
 
 KEY = Key("t", 0, 0)
 ADVICE = "restart this worker, or the job if none goes on"
@@ -23,17 +24,27 @@ def make_rounds(ring: int = 1) -> ServerRounds:
     return rounds
 
 
-def follow(rounds: ServerRounds, ranks: Iterable[int], ring: int = 1) -> Actions:
-    return rounds.on_view(ring, {rank: peer_of(rank) for rank in ranks}, {}, 0.0)
+def follow(rounds: ServerRounds, ranks: Iterable[int], ring: int = 1, now: float = 0.0) -> Actions:
+    return rounds.on_view(ring, {rank: peer_of(rank) for rank in ranks}, {}, now)
 
 
 def peer_of(rank: int) -> bytes:
     return f"worker-{rank}".encode()
 
 
-def push(rounds: ServerRounds, rank: int, key: Key = KEY, *, again: bool = False, ring: int = 1) -> Actions:
+def push(
+    rounds: ServerRounds,
+    rank: int,
+    key: Key = KEY,
+    *,
+    again: bool = False,
+    ring: int = 1,
+    stands_for: tuple[int, ...] = (),
+    now: float = 0.0,
+) -> Actions:
     message = Push(ring, rank, *key, 1, "sparse", "float32", (8, 4), 4, 4, 2, "coo", True, again)
-    return rounds.on_push(HeldPush(peer_of(rank), message, None, 100), 0.0)
+    message = structs.replace(message, stands_for=stands_for)
+    return rounds.on_push(HeldPush(peer_of(rank), message, None, 100), now)
 
 
 def reduced(actions: Actions) -> list[int]:
@@ -66,6 +77,18 @@ def test_the_push_of_a_lost_rank_does_not_count() -> None:
     assert reduced(push(rounds, 1)) == [0, 1]
     with pytest.raises(ProtocolError, match="push of rank 2"):
         push(rounds, 2, Key("t", 1, 0))
+
+
+@pytest.mark.parametrize("stands_for", [(), (4,)])
+def test_others_are_not_late_after_the_push_of_a_lost_rank(stands_for: tuple[int, ...]) -> None:
+    rounds = ServerRounds(1 << 30, 30.0)
+    follow(rounds, (0, 1, 2, 3, *stands_for))
+    push(rounds, 3, stands_for=stands_for, now=0.0)
+    push(rounds, 0, now=10.0)
+    follow(rounds, (0, 1, 2), now=15.0)
+    push(rounds, 1, now=20.0)
+    assert reduced(push(rounds, 2, now=25.0)) == [0, 1, 2]
+    assert rounds.late.seconds == {2: 5.0}
 
 
 def test_a_round_that_only_the_lost_rank_had_begun_is_forgotten() -> None:
@@ -203,6 +226,15 @@ def test_a_failure_for_a_lost_rank_that_is_forgotten_is_found_again(before: str)
         assert "rank 2 " in reason
         rounds._history.forget_oldest()
         assert not list(rounds._history)
+
+
+def test_a_round_that_was_refused_to_a_lost_rank_alone_does_not_fail_when_another_gives_it_up() -> None:
+    rounds = ServerRounds(0, 30.0)
+    follow(rounds, (0, 1, 2))
+    push(rounds, 0, Key("other", 0, 0))
+    assert push(rounds, 2) == [Reply([peer_of(2)], Busy(1, *KEY))]
+    follow(rounds, (0, 1))
+    assert rounds.on_give_up(0, GiveUp(1, "t", 0), 0.0) == []
 
 
 def test_a_round_that_is_offered_to_a_lost_rank_alone_ends_once_the_others_have_passed_it() -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -420,6 +421,15 @@ def test_a_worker_whose_scheduler_is_silent_for_too_long_fails(rig: Rig) -> None
     rig.link._heard = -1e9
     with pytest.raises(PeerLostError, match=r"the scheduler at .* is lost: silent for"):
         pending.wait()
+
+
+def test_a_worker_that_was_stopped_listens_before_it_calls_the_scheduler_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1e6, perf_counter=time.perf_counter)
+    monkeypatch.setattr("zenps.worker.transport.lease.time", later)
+    rig.await_heartbeats(3)
+    assert rig.lease.failure is None
 
 
 def test_workers_leave_together_and_are_waited_for_no_more(rig: Rig) -> None:

@@ -312,16 +312,37 @@ def test_a_silent_scheduler_may_return(caplog: pytest.LogCaptureFixture) -> None
         cluster = ClusterConfig(scheduler="127.0.0.1:9", lease_seconds=10.0, rendezvous_seconds=30.0)
         link = SchedulerLink(ctx, cluster, "worker")
         began = time.monotonic()
-        link.check(began + 9.9)
+        check_for(link, began, 9)
         assert not caplog.messages
         for _ in range(2):
             link.check(began + 11.0)
         assert [m for m in caplog.messages if "has been silent for a lease" in m] == caplog.messages[:1]
         link.check(began)
         assert caplog.messages[1:] == ["the scheduler at 127.0.0.1:9 has returned"]
-        with pytest.raises(PeerLostError, match=r"the scheduler at 127.0.0.1:9 is lost: silent for 3"):
-            link.check(began + 31.0)
+        with pytest.raises(PeerLostError, match=r"127\.0\.0\.1:9 is lost: silent for 30\.5 s"):
+            check_for(link, began + 0.5, 31)
         link.socket.close(linger=0)
+
+
+def test_a_node_that_was_stopped_itself_does_not_call_that_the_silence_of_the_scheduler(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with context() as ctx:
+        cluster = ClusterConfig(scheduler="127.0.0.1:9", lease_seconds=10.0, rendezvous_seconds=30.0)
+        link = SchedulerLink(ctx, cluster, "worker")
+        began = time.monotonic()
+        link.check(began)
+        check_for(link, began + 1000.0, 7)
+        assert not caplog.messages
+        with pytest.raises(PeerLostError, match=r"silent for 30\.5 s"):
+            check_for(link, began + 1008.0, 31)
+        link.socket.close(linger=0)
+
+
+def check_for(link: SchedulerLink, began: float, seconds: int) -> None:
+    """Checks the scheduler as a node does that runs for so long."""
+    for second in range(seconds + 1):
+        link.check(began + second)
 
 
 def test_three_of_four_heartbeats_of_a_lease_may_be_late() -> None:
