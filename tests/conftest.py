@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -20,6 +21,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Each test has a timeout. Hypothesis's own, 200 ms for an example, fails on a machine that has much to do.
 hypothesis.settings.register_profile("patient", hypothesis.settings.default, deadline=None)
 hypothesis.settings.load_profile("patient")
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector what stays: beside 9,000 tests, each ``gc.collect()`` takes 0.3 s."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -83,6 +83,7 @@ def test_tiny_run_is_measured_written_and_resumed(tmp_path: Path) -> None:
 LOAD = "import sys, bench_net as b; options = b.parse(sys.argv[1:]); b.write(b.load(options), options.json)"
 
 
+@pytest.mark.long
 def test_what_was_measured_otherwise_is_not_resumed(tmp_path: Path) -> None:
     file = tmp_path / "net.json"
 

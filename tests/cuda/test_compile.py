@@ -91,6 +91,7 @@ def test_the_archived_table_names_these_kernels() -> None:
     assert named == {source: set(expressions) for source, expressions in EXPRESSIONS.items()}, renew
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     shutil.which("nvcc") is None, reason="a second opinion, where the CUDA toolkit is installed"
 )

@@ -278,6 +278,7 @@ FOUND = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.skipif(SANITIZER is not Sanitizer.NONE, reason="starts the sanitizers itself")
 def test_sanitizers_find_what_was_planted_and_nothing_else(sanitized: tuple[Sanitizer, Rerun]) -> None:
     sanitizer, rerun = sanitized

@@ -45,10 +45,19 @@ KERNELS = "ZENPS_KERNELS_BACKEND"
 """The variable with which a run of the tests chooses kernels: it holds for servers, too."""
 
 _fork_server = mp.get_context("forkserver")
-# An optimizer's first step imports torch._dynamo: 800 modules, 1 to 2 s of processor time for each worker,
-# in which a busy machine may keep its lease's thread waiting for too long.
+# What each process imports itself takes seconds, in which a busy machine may keep the thread of its lease waiting
+# for too long: torch._dynamo, which an optimizer's first step imports, and what modules of tests import.
 _fork_server.set_forkserver_preload(
-    ["torch", "torch._dynamo", "zenps.worker", "zenps.server.service", "zenps.scheduler.service"]
+    [
+        "pytest",
+        "hypothesis",
+        "torch",
+        "torch._dynamo",
+        "zenps.worker",
+        "zenps.server.service",
+        "zenps.scheduler.service",
+        "tests.integration.frozen",
+    ]
 )
 
 

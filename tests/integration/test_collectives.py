@@ -11,7 +11,6 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
-from zenps.schemes.registry import scheme_names
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -178,7 +177,8 @@ SETTINGS: list[Any] = [
     *(
         pytest.param(settings, marks=pytest.mark.long)
         for settings in (
-            *({"sync.scheme": name} for name in scheme_names() if name != "zenps"),
+            # One of each way of reducing; these tensors are dense.
+            *({"sync.scheme": name} for name in ("omnireduce", "allreduce", "sparcml", "auto")),
             {"sync.levels": 2},
             {"cluster.on_worker_loss": "continue"},
         )

@@ -607,9 +607,6 @@ def test_loop_gives_what_one_process_gives(results: list[dict[str, Any]], name: 
     "settings",
     [
         {"sync.levels": 2},
-        {"sync.scheme": "zen"},
-        {"sync.scheme": "byteps"},
-        {"sync.scheme": "agsparse"},
         {"sync.scheme": "auto"},
         {"sync.partition": "parallel", "kernels.backend": "torch"},
     ],

@@ -17,7 +17,8 @@ from tests.integration.cluster import Cluster
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-ROUNDS = 3
+ROUNDS = 2
+"""The second has a layout that was there, and the number of chunks of the first."""
 NAN, INF = float("nan"), float("inf")
 
 
@@ -251,13 +252,15 @@ def poll_until_done() -> Tensor:
 
 CLUSTERS: dict[str, tuple[int, int, dict[str, object]]] = {
     "balanced": (2, 2, {}),
-    "3 workers": (3, 2, {}),
-    "centralized": (2, 2, {"sync.partition": "centralized"}),
-    "parallel": (2, 2, {"sync.partition": "parallel"}),
+    "centralized": (3, 2, {"sync.partition": "centralized"}),
     "plug-in": (2, 2, {"sync.partition": "examples.hot_rows_partition:HotRows"}),
     "chunked": (2, 3, {"sync.chunk_bytes": 4096}),
     "computed positions": (2, 1, {"sync.table_bytes": 0, "sync.granule": 1}),
-    "small messages": (2, 2, {"sync.chunk_bytes": 65536, "cluster.max_message_bytes": 65536}),
+    "parallel": (
+        2,
+        2,
+        {"sync.partition": "parallel", "sync.chunk_bytes": 65536, "cluster.max_message_bytes": 65536},
+    ),
 }
 
 

@@ -98,12 +98,8 @@ class Training:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
     """The weights of a run to which nothing happens."""
-    return _train_undisturbed({}, tmp_path_factory.mktemp("undisturbed"))
-
-
-def _train_undisturbed(settings: dict[str, object], path: Path) -> State:
-    with Cluster(settings=settings) as cluster:
-        first, second = cluster.run(train, path)
+    with Cluster() as cluster:
+        first, second = cluster.run(train, tmp_path_factory.mktemp("undisturbed"))
     _assert_equal(first, second)
     state: State = first
     return state
@@ -156,10 +152,11 @@ def test_survivors_take_a_lost_servers_slots(
 @pytest.mark.parametrize(
     "scheme", [scheme.name for scheme in schemes() if scheme.engine == "servers" and scheme.name != "zenps"]
 )
-def test_a_server_is_lost_under_the_other_schemes_over_servers(scheme: str, tmp_path: Path) -> None:
-    settings: dict[str, object] = {"sync.scheme": scheme}
-    (before := tmp_path / "undisturbed").mkdir()
-    undisturbed = _train_undisturbed(settings, before)
+def test_a_server_is_lost_under_the_other_schemes_over_servers(
+    scheme: str, tmp_path: Path, undisturbed: State
+) -> None:
+    """All of them add in the order of ranks."""
+    settings = {"sync.scheme": scheme}
     with Cluster(servers=3, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         training = Training(cluster, tmp_path)
         cluster.servers[1].kill()

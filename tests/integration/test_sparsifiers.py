@@ -7,7 +7,6 @@ import copy
 import gc
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ def assert_close(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 @pytest.mark.parametrize(
     "scheme",
-    ["zenps", "omnireduce", *(pytest.param(name, marks=pytest.mark.long) for name in ("zen", "agsparse"))],
+    ["zenps", "omnireduce", pytest.param("agsparse", marks=pytest.mark.long)],
 )
 def test_ranks_train_as_one_process_with_all_residuals(scheme: str) -> None:
     with Cluster(RANKS, settings=SETTINGS | {"sync.scheme": scheme}) as cluster:
@@ -153,9 +152,8 @@ def test_ranks_train_as_one_process_with_all_residuals(scheme: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", ["zenps", "agsparse"])
-def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(scheme: str) -> None:
-    settings = SETTINGS | {"sync.scheme": scheme, "sync.sparsifier": "randomk"}
+def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step() -> None:
+    settings = SETTINGS | {"sync.scheme": "agsparse", "sync.sparsifier": "randomk"}
     with Cluster(RANKS, settings=settings) as cluster:
         (values, stats), *_ = cluster.run(train)
     assert stats.union_elements == stats.selected_elements
@@ -170,12 +168,7 @@ def test_randomk_chooses_the_same_elements_on_all_ranks_and_others_in_each_step(
         ("exdyna", "zenps"),
         ("exdyna", "agsparse"),
         ("micro", "zenps"),
-        pytest.param("micro", "agsparse", marks=pytest.mark.long),
-        *(
-            pytest.param(name, scheme, marks=pytest.mark.long)
-            for name in ("exdyna", "micro")
-            for scheme in ("zen", "sparse-ps", "auto")
-        ),
+        pytest.param("exdyna", "auto", marks=pytest.mark.long),
     ],
 )
 def test_an_agreed_exchange_is_that_of_one_process(scheme: str, name: str) -> None:
@@ -215,7 +208,7 @@ def train_past_losses(directory: Path, kills: int) -> tuple[dict[str, Tensor], i
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "values"),
-    [*((name, "same") for name in sparsifier_names()[1:]), ("exdyna", "int8"), ("topk", "int8")],
+    [("dgc", "same"), ("micro", "same"), ("exdyna", "int8"), ("topk", "int8")],
 )
 def test_servers_that_are_killed_change_no_bit(tmp_path: Path, name: str, values: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.values": values}
@@ -823,8 +816,8 @@ def test_dgc_refuses_ddp(tmp_path: Path) -> None:
 # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────
 
 
-def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor]:
-    """Trains from step ``begin`` to ``end``; loads and saves everything."""
+def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> dict[str, Tensor]:
+    """Trains from step ``begin`` to ``end``; loads everything first, and saves it before step ``save_at``."""
     model, path = make_model(), directory / f"rank{zps.rank()}.pt"
     optimizer = zps.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), RATE, momentum=0.5, weight_decay=0.1), model.named_parameters()
@@ -835,28 +828,25 @@ def train_in_two_jobs(directory: Path, begin: int, end: int) -> dict[str, Tensor
         optimizer.load_state_dict(saved["optimizer"])
         zps.load_sparsifier_state_dict(saved["sparsifier"])
     for step in range(begin, end):
+        if step == save_at:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(states | {"sparsifier": zps.sparsifier_state_dict()}, path)
         optimizer.zero_grad()
         loss_of(model, step, zps.rank()).backward()
         optimizer.step()
-    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(states | {"sparsifier": zps.sparsifier_state_dict()}, path)
     return values_of(model)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("scheme", ["zenps", pytest.param("agsparse", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    "name",
-    ["dgc", "exdyna", "topk", *(pytest.param(name, marks=pytest.mark.long) for name in ("micro", "randomk"))],
+    ("name", "scheme"), [*((name, "zenps") for name in sparsifier_names()[1:]), ("exdyna", "agsparse")]
 )
 def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, scheme: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": name, "sync.scheme": scheme, "sparsifier.warmup_steps": 8}
     results = []
-    for bounds in ([0, STEPS], [0, STEPS // 2, STEPS]):
-        for begin, end in pairwise(bounds):
-            with Cluster(RANKS, settings=settings) as cluster:
-                found = cluster.run(train_in_two_jobs, tmp_path, begin, end)
-        results += found
+    for begin, save_at in ((0, STEPS // 2), (STEPS // 2, STEPS)):
+        with Cluster(RANKS, settings=settings) as cluster:
+            results += cluster.run(train_in_two_jobs, tmp_path, begin, STEPS, save_at)
     for values in results[1:]:
         assert all(torch.equal(values[layer], results[0][layer]) for layer in values)
 
@@ -886,7 +876,7 @@ def load_wrong_states(directory: Path, tensors: str) -> list[Any]:
 def test_a_state_of_something_else_is_refused(tmp_path: Path, tensors: str, reason: str) -> None:
     settings = SETTINGS | {"sync.sparsifier": "exdyna"}
     with Cluster(RANKS, settings=settings) as cluster:
-        cluster.run(train_in_two_jobs, tmp_path, 0, 2)
+        cluster.run(train_in_two_jobs, tmp_path, 0, 3, 2)
     with Cluster(RANKS, settings=settings) as cluster:
         refused = cluster.run(load_wrong_states, tmp_path, tensors)[1]
     assert [each.kind for each in refused] == ["UsageError"] * 4

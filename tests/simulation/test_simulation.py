@@ -619,8 +619,8 @@ def name_of(parts: Parts | Scenario) -> str:
 @pytest.mark.parametrize(
     ("scenario", "parts"),
     [
-        # The first two of each scenario in the default suite.
-        pytest.param(scenario, parts, marks=() if parts in plants[:2] else pytest.mark.long)
+        # The first of each scenario in the default suite.
+        pytest.param(scenario, parts, marks=() if parts == plants[0] else pytest.mark.long)
         for scenario, plants in PLANTS.items()
         for parts in plants
     ],

@@ -228,7 +228,7 @@ SERVERS = [[0], [0, 1], [2, 5, 9]]
 
 
 @every_way
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     shape=st.sampled_from(SPARSE_SHAPES),
     counts=st.lists(st.sampled_from([0, 1, 5, 40]), min_size=1, max_size=4),

@@ -49,7 +49,12 @@ def survivor(role: str, limit: int, address: str = "") -> subprocess.Popen[str]:
     )
 
 
-@pytest.fixture(params=[MAX_ENVELOPE_BYTES, 64 * MAX_ENVELOPE_BYTES], ids=["control", "data"])
+@pytest.fixture(
+    params=[
+        pytest.param(MAX_ENVELOPE_BYTES, marks=pytest.mark.long, id="control"),
+        pytest.param(64 * MAX_ENVELOPE_BYTES, id="data"),
+    ]
+)
 def limit(request: pytest.FixtureRequest) -> Iterator[int]:
     return request.param
 

@@ -86,12 +86,13 @@ def test_depends_on_the_space_alone(any_strategy: PartitionStrategy, granules: i
         assert torch.equal(first.permutation.forward(keys), other_name.permutation.forward(keys))
 
 
-def test_another_process_agrees(any_strategy: PartitionStrategy, request: pytest.FixtureRequest) -> None:
-    name = request.node.callspec.params["any_strategy"]
+def test_another_process_agrees() -> None:
     program = (
-        "import torch; from zenps.partition.strategies import KeySpace, strategy;"
-        f"partition = strategy({name!r}).partition(KeySpace('t', 99_999, 3));"
-        "print(partition.permutation.forward(torch.arange(500)).tolist(), partition.bounds[::100].tolist())"
+        "import torch; from zenps.partition.strategies import KeySpace, strategy\n"
+        f"for name in {ALL}:\n"
+        "    partition = strategy(name).partition(KeySpace('t', 99_999, 3))\n"
+        "    positions = partition.permutation.forward(torch.arange(500))\n"
+        "    print(positions.tolist(), partition.bounds[::100].tolist())"
     )
     environment = os.environ | {
         "PYTHONHASHSEED": "321",
@@ -105,11 +106,12 @@ def test_another_process_agrees(any_strategy: PartitionStrategy, request: pytest
         check=True,
         timeout=60,
     ).stdout
-    partition = any_strategy.partition(KeySpace("t", 99_999, 3))
-    expected = (
-        f"{partition.permutation.forward(torch.arange(500)).tolist()} {partition.bounds[::100].tolist()}"
-    )
-    assert printed.strip() == expected
+    expected = []
+    for name in ALL:
+        partition = strategy(name).partition(KeySpace("t", 99_999, 3))
+        positions, bounds = partition.permutation.forward(torch.arange(500)), partition.bounds[::100]
+        expected.append(f"{positions.tolist()} {bounds.tolist()}")
+    assert printed.splitlines() == expected
 
 
 @pytest.mark.parametrize("granules", [1, 5, 4095, 4096, 4097, 12_345])
