@@ -45,7 +45,7 @@ KERNELS = "ZENPS_KERNELS_BACKEND"
 """The variable with which a run of the tests chooses kernels: it holds for servers, too."""
 
 _fork_server = mp.get_context("forkserver")
-# What each process imports itself takes seconds, in which a busy machine may keep the thread of its lease waiting
+# What each process imports itself takes seconds, in which a busy machine may keep its lease's thread waiting
 # for too long: torch._dynamo, which an optimizer's first step imports, and what modules of tests import.
 _fork_server.set_forkserver_preload(
     [
