@@ -349,7 +349,7 @@ class GradientSynchronizer(Consistency):
         owner = bucket or parameter
         if bucket and bucket.is_on_gpu:
             bucket.note_stream()
-        if parameter.grad is not None:
+        if parameter.grad is not None and not (self.accumulates and self.may_change_unpushed):
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
