@@ -132,15 +132,16 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    zps.init()
     manual = "\n".join(pydoc_data.topics.topics.values())
     english = as_bytes(manual if args.data is None else args.data.read_text("utf-8", "replace"))
     if len(english) < 10 * HELD_OUT * WINDOW:
         parser.error(f"{len(english)} bytes of text, expected {10 * HELD_OUT * WINDOW} or more")
-    run = TrainingRun(args.steps, args.seconds, unit="bytes", units_per_step=args.batch * WINDOW)
     torch.manual_seed(args.seed)
     model = ByteModel(args.width, args.layers)
     pretrain(model, args.pretrain_steps, 1e-3, args.seed)
+
+    zps.init()  # only now: it warns of optimizers that step without it
+    run = TrainingRun(args.steps, args.seconds, unit="bytes", units_per_step=args.batch * WINDOW)
     zps.broadcast_parameters(model.state_dict(), root_rank=0)
     model.freeze_embeddings()
 

@@ -48,12 +48,14 @@ class Wrapper(Protocol):
 
 
 class StepHook:
-    """Counts the steps of all optimizers, until a gradient is pushed or the warning is given."""
+    """Counts the steps of each optimizer until a gradient is pushed, and warns once for each: ranks may have
+    trained another model alone before the one that needs averages.
+    """
 
     def __init__(self) -> None:
         self._world: weakref.ref[ClusterWorld] | None = None
         """Weak, because the memory that a world shares is closed with it."""
-        self._steps = 0
+        self._steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._is_registered = False
         self._wrappers: weakref.WeakSet[Wrapper] = weakref.WeakSet()
         self._has_wrapped = False
@@ -80,7 +82,8 @@ class StepHook:
     def watch(self) -> None:
         """Begins to count, in the world that this process has joined."""
         world = PROCESS.world
-        self._world, self._steps = None, 0
+        self._world = None
+        self._steps.clear()
         if not isinstance(world, ClusterWorld) or world.size == 1 or world.averages_models:
             return
         self._world = weakref.ref(world)
@@ -89,21 +92,23 @@ class StepHook:
             register_optimizer_step_post_hook(self._after_step)
             self._is_registered = True
 
-    def _after_step(self, _optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    def _after_step(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         world = self._world() if self._world is not None else None
         if world is None or not PROCESS.has_world:
             return
-        self._steps += 1
-        if not world.has_reduced and self._steps == _STEPS:
+        if world.has_reduced:
+            self._world = None
+            return
+        self._steps[optimizer] = self._steps.get(optimizer, 0) + 1
+        if self._steps[optimizer] == _STEPS:
             modules = (module for module in _REMEDIES if not module or module in sys.modules)
             logger.warning(
-                "optimizers have stepped, but this worker of %d has pushed no gradient, and gets no averages "
-                "from ZenPS; %s (docs/frameworks.md)",
+                "%s has stepped, but this worker of %d has pushed no gradient, and gets no averages from "
+                "ZenPS; %s (docs/frameworks.md)",
+                type(optimizer).__name__,
                 world.size,
                 _REMEDIES[next(modules)],
             )
-        if world.has_reduced or self._steps == _STEPS:
-            self._world = None
 
 
 STEP_HOOK = StepHook()

@@ -96,6 +96,23 @@ def parallel() -> dict[str, Any]:
     return {"averages": averages, "halves": halves, "mean": local.norm.running_mean}
 
 
+def averages_around_a_micro_batch_that_is_thrown_away() -> list[dict[str, Tensor]]:
+    """Rank 0 alone uses the branch in the micro-batch. The other passes are alike."""
+    torch.manual_seed(bps.rank())
+    model = bps.DistributedDataParallel(Model())
+    rows = torch.tensor([[0, 1], [2, 3 + bps.rank()]])
+    averages = []
+    for is_after_micro_batch in (False, True, False):
+        if is_after_micro_batch:
+            with model.no_sync():
+                model(rows, bps.rank() == 0).square().sum().backward()
+            model.zero_grad()
+        model(rows, False).square().sum().backward()
+        averages.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        model.zero_grad()
+    return averages
+
+
 def evaluation_on_one_rank() -> list[float]:
     """The average of step k is 1.5 * 10**k. After the backward of step 1, rank 0 also evaluates the model."""
     layer = nn.Linear(1, 1, bias=False)
@@ -127,7 +144,10 @@ def everything() -> dict[str, Any]:
     bps.init()
     functions = (push_pulls, broadcasts, step_after_synchronize, parallel, refusals)
     results: dict[str, Any] = {function.__name__: function() for function in functions}
-    return results | {"evaluation on one rank": attempt(evaluation_on_one_rank)}
+    return results | {
+        "evaluation on one rank": attempt(evaluation_on_one_rank),
+        "thrown away": attempt(averages_around_a_micro_batch_that_is_thrown_away),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +212,17 @@ def test_parallel(results: list[dict[str, Any]]) -> None:
 
 def test_evaluation_on_one_rank_leaves_averages_as_they_are(results: list[dict[str, Any]]) -> None:
     assert [result["evaluation on one rank"] for result in results] == [[1.5, 15, 150, 1500]] * 2
+
+
+def test_a_micro_batch_that_is_thrown_away_leaves_averages_as_they_are(results: list[dict[str, Any]]) -> None:
+    """Rank 0 raised in each backward from then on, and rank 1 waited for it."""
+    for result in results:
+        expected, *others = result["thrown away"]
+        assert sorted(expected) == ["module.norm.bias", "module.norm.weight", "module.table.weight"]
+        for averages in others:
+            assert averages.keys() == expected.keys()
+            for name, average in averages.items():
+                assert torch.equal(average.to_dense(), expected[name].to_dense())
 
 
 def test_refusals(results: list[dict[str, Any]]) -> None:

@@ -45,6 +45,7 @@ def run(command: list[str]) -> str:
         check=False,
     )
     assert done.returncode == 0, f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "has pushed no gradient" not in done.stdout + done.stderr
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""A worker whose optimizers step without any gradient having been pushed is told so, once."""
+"""A worker whose optimizer steps without any gradient having been pushed is told so, once."""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ def test_a_worker_that_pushes_no_gradient_is_told_once(framework: str, way: str,
             assert worker.log.count(WARNING) == 1
             assert "and gets no averages from ZenPS; " in worker.log
             assert remedy in worker.log
+
+
+def pretrain_alone_and_train() -> None:
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        parameter = nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        stepped = optimizer([parameter], 0.1)
+        for _ in range(4):
+            stepped.step()
+
+
+def test_a_worker_that_has_trained_another_model_alone_is_told_of_each() -> None:
+    """The hook was silent about the second one, whose DDP may ignore its communication hook."""
+    with Cluster(servers=1) as cluster:
+        cluster.run(pretrain_alone_and_train)
+        for worker in cluster.workers:
+            assert worker.log.count(WARNING) == 2
+            assert worker.log.index("AdamW has stepped") < worker.log.index("SGD has stepped")
 
 
 @pytest.mark.parametrize("way", ["optimizer", pytest.param("push_pull", marks=pytest.mark.long)])

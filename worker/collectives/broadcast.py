@@ -7,8 +7,9 @@ whatever their dtype.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 T = TypeVar("T")
+
+# A learning-rate scheduler may have its milestones in a Counter.
+_DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
 
 
 def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
@@ -283,7 +287,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 
 def broadcast_state(make: Callable[[], Any], root_rank: int, name: str) -> Any:
-    """Returns on every rank what ``make`` returns on the root: plain data, tuples and tensors.
+    """Returns on every rank what ``make`` returns on the root: plain data, tuples, Counters, OrderedDicts and
+    tensors.
 
     Args:
         make: called on the root only.
@@ -336,7 +341,11 @@ def _check(tensor: object, name: str) -> None:
 
 
 def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
-    """Returns ``value`` as plain data and moves its tensors into ``tensors``."""
+    """Returns ``value`` as plain data and moves its tensors into ``tensors``.
+
+    Raises:
+        UsageError: a value would arrive as another class: a namedtuple, or a dict that is none of ``_DICTS``.
+    """
     match value:
         case Tensor() if value.is_sparse:
             tensors += value._indices(), value._values()
@@ -345,7 +354,17 @@ def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
             tensors.append(value)
             return {"__tensor__": len(tensors) - 1}
         case dict():
-            return {key: _take_apart(item, tensors) for key, item in value.items()}
+            kind = type(value)
+            items = {key: _take_apart(item, tensors) for key, item in value.items()}
+            if kind is dict:
+                return items
+            if _DICTS.get(kind.__name__) is not kind:
+                raise UsageError(f"state {value!r:.60}: would arrive as a dict; pass a dict of it")
+            return {"__dict__": [kind.__name__, items]}
+        case tuple() if hasattr(value, "_fields"):
+            raise UsageError(
+                f"state {value!r:.60}: would arrive as a tuple; pass its _asdict(), or a tuple of it"
+            )
         case tuple():
             return {"__tuple__": [_take_apart(item, tensors) for item in value]}
         case list():
@@ -368,6 +387,8 @@ def _put_together(value: Any, tensors: list[Tensor]) -> Any:
                 is_coalesced=is_coalesced,
                 check_invariants=False,
             )
+        case {"__dict__": [str(kind), dict(items)]} if kind in _DICTS:
+            return _DICTS[kind](_put_together(items, tensors))
         case {"__tuple__": list(items)}:
             return tuple(_put_together(item, tensors) for item in items)
         case dict():

@@ -123,9 +123,7 @@ def check_request(request: Request) -> None:
     """
     tensor, name, options = request
     _check_name(name)
-    if _is_capturing():
-        reason = "expected no CUDA graph to be captured, because its replays would not synchronise"
-        raise UsageError(f"tensor {name!r:.60}: {reason}; capture forward and backward alone")
+    check_outside_capture(name)
     check_average(options.average, f"tensor {name!r}")
     if options.is_reduction:
         _check_tensor(tensor, options.average)
@@ -136,10 +134,19 @@ def check_request(request: Request) -> None:
         raise UsageError(f"tensor {name!r}: {got}: expected an integer") from None
 
 
-def _is_capturing() -> bool:
+def check_outside_capture(name: str) -> None:
+    """Checks that no CUDA graph is being captured: it would not contain the tensor's push.
+
+    Raises:
+        UsageError: one is.
+    """
     # Without an initialised CUDA, the second function raises.
-    initialised: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return initialised and torch.cuda.is_current_stream_capturing()
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise UsageError(
+            f"tensor {name!r:.60}: expected no CUDA graph to be captured, because its replays would run no "
+            "hook and push nothing; push outside of the capture, and capture forward and backward by "
+            "torch.cuda.make_graphed_callables"
+        )
 
 
 def wire_name(name: str) -> str:

@@ -46,8 +46,9 @@ class TrainingState:
     Args:
         model: parameters and buffers, the same names and shapes on all ranks.
         optimizers: over the same parameters on all ranks, wrapped in :class:`DistributedOptimizer` or not.
-        values: attributes of this object: plain data as for :func:`broadcast_object`, tuples and tensors,
-            such as a scheduler's ``state_dict()`` or ``torch.get_rng_state()``. Tensors arrive on the CPU.
+        values: attributes of this object: plain data as for :func:`broadcast_object`, tuples, Counters,
+            OrderedDicts and tensors, such as a scheduler's ``state_dict()`` or ``torch.get_rng_state()``.
+            Tensors arrive on the CPU.
 
     Raises:
         UsageError: ``zenps.init()`` was not called, ``optimizers`` is an optimizer, or a value has the name

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from zenps import worker
-from zenps.errors import UsageError
+from zenps.errors import UsageError, ZenPSError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
 from zenps.worker.training.gradients.synchronizer import weakly
 from zenps.worker.training.hazards import check_applied_at_once
@@ -54,11 +55,8 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         worker.broadcast_parameters(module.state_dict(), 0)
-        # This optimizer never steps: it only averages gradients.
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._optimizer = worker.DistributedOptimizer(
-            torch.optim.SGD(parameters, lr=0.0), module.named_parameters()
-        )
+        self._optimizer = _Averager(torch.optim.SGD(parameters, lr=0.0), module.named_parameters())
         self._synchronizes = True
         self._is_awaited = False
         """Whether the averages are awaited at the end of the backward that runs."""
@@ -86,7 +84,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backward only adds up gradients. A later backward also averages them."""
+        """Context in which backward only adds up gradients. The script may change or clear them afterwards; a
+        later backward averages what is left of them.
+        """
         before, self._synchronizes = self._synchronizes, False
         try:
             with self._optimizer.no_sync():
@@ -110,6 +110,9 @@ class DistributedDataParallel(torch.nn.Module):
         if not self._is_awaited:
             return
         self._is_awaited = False
+        self._drop_step()
+
+    def _drop_step(self) -> None:
         try:
             self._optimizer.drop_step()
         except UsageError:  # warns once of what residuals lose with the failed step
@@ -117,7 +120,21 @@ class DistributedDataParallel(torch.nn.Module):
 
     def _end(self) -> None:
         self._is_awaited, self._is_synchronized = False, True
-        self._optimizer.synchronize()
+        try:
+            self._optimizer.synchronize()
+        except ZenPSError:
+            self._drop_step()  # because the script has no call for it, and other ranks wait for the gradients
+            raise
+
+
+class _Averager(worker.DistributedOptimizer):
+    """Averages gradients, and never steps."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Parameter]]
+    ) -> None:
+        super().__init__(optimizer, named_parameters)
+        self._consistency.may_change_unpushed = True
 
 
 def _runs_backward() -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,11 @@ from zenps.worker.training import elastic
 
 ALL = frozenset({0, 1, 2})
 FRAMES = (memoryview(b""), memoryview(b"values"))
+
+
+class Place(NamedTuple):
+    epoch: int
+    row: int
 
 
 class Worker:
@@ -181,6 +187,47 @@ def test_a_state_holds_values_and_leaves_a_lone_worker_as_it_is() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
     with pytest.raises(AttributeError, match="no value 'epoch'"):
         _ = state.epoch
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.SequentialLR:
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2)
+    steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 4])
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, steps], milestones=[3])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_scheduler_goes_on_from_the_state_that_was_brought() -> None:
+    """Its milestones are a Counter, and arrived as a dict: it raised AttributeError at the first of them."""
+    rates: list[list[float]] = []
+    for is_resumed in (False, True):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = scheduler_of(optimizer)
+        rates.append([])
+        for step in range(9):
+            optimizer.step()
+            scheduler.step()
+            rates[-1] += map(float, scheduler.get_last_lr())
+            if is_resumed and step == 1:
+                state = zps.TrainingState(scheduler=scheduler.state_dict())
+                scheduler.load_state_dict(state.scheduler)
+    assert rates[0] == rates[1]
+    assert rates[0][-1] == pytest.approx(0.001), "after three milestones"
+
+
+@pytest.mark.usefixtures("alone")
+def test_values_keep_their_class_or_are_refused() -> None:
+    values = [Counter({3: 2, 1: 1}), OrderedDict(b=torch.ones(1), a=(Counter(),)), {}, torch.Size([2])]
+    brought = zps.TrainingState(values=values).values
+    assert [type(each) for each in brought] == [Counter, OrderedDict, dict, tuple]
+    assert brought == values
+    assert list(brought[1]) == ["b", "a"]
+    assert type(brought[1]["a"][0]) is Counter
+    for value, reason in (
+        (Place(3, 4), r"state Place\(epoch=3, row=4\): would arrive as a tuple; pass its _asdict"),
+        (defaultdict(int, a=1), r"'a': 1\}\): would arrive as a dict; pass a dict of it"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            zps.TrainingState(values=[value])
 
 
 @pytest.mark.usefixtures("alone")

@@ -927,6 +927,25 @@ def test_no_sync_adds_up_gradients(
     assert torch.allclose(bias - model.last.bias, torch.tensor(1.0))  # five passes over two rows
 
 
+def test_backward_while_a_cuda_graph_is_captured_is_refused_in_a_pass_that_pushes_nothing_too(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replays would write gradients that ``step()`` has replaced, and each step would apply old averages."""
+    before = world.pushed.copy()
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_initialized", lambda: True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with (
+            optimizer.no_sync(),
+            pytest.raises(UsageError, match=r"'last.bias': expected no CUDA graph .*make_graphed_callables"),
+        ):
+            model.loss().backward()
+    assert world.pushed == before
+    optimizer.zero_grad()
+    train_one_step(model, optimizer)
+    assert world.waited == world.pushed
+
+
 def test_step_after_synchronize_simply_steps(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:

@@ -70,6 +70,55 @@ def test_backward_averages_again_after_one_that_failed(
             model.zero_grad()
 
 
+@pytest.mark.parametrize("keeps_residuals", [False, True])
+def test_backward_averages_again_after_one_whose_gradient_was_changed(
+    keeps_residuals: bool, world: FakeWorld
+) -> None:
+    """The script has no call that ends such a step, and other ranks wait for its gradients."""
+    world.keeps_residuals = keeps_residuals
+    model = bps.DistributedDataParallel(nn.Linear(2, 2))
+    model(INPUTS).sum().backward()
+    model.zero_grad()
+
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad /= 2
+
+    before = world.pushed.copy()
+    hook = model.module.weight.register_post_accumulate_grad_hook(halve)  # type: ignore[operator]
+    with pytest.raises(UsageError, match=r"'weight': changed since backward"):
+        model(INPUTS).sum().backward()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
+    hook.remove()
+    model.zero_grad()
+    before = world.pushed.copy()
+    model(INPUTS).sum().backward()
+    assert set(names_pushed(world, before).values()) == {1}
+    assert world.waited == world.pushed
+
+
+@pytest.mark.parametrize("may_clear", [True, False])
+def test_what_no_sync_has_added_up_may_be_changed_before_it_is_averaged(
+    may_clear: bool, world: FakeWorld
+) -> None:
+    model = bps.DistributedDataParallel(Branches())
+    branches = list(model.parameters())
+    for _ in range(2):
+        with model.no_sync():
+            model(INPUTS, 0).sum().backward()
+        if may_clear:
+            model.zero_grad()
+        else:
+            nn.utils.clip_grad_value_(branches[:2], 0.5)
+        model(INPUTS, 1).sum().backward()
+        expected = [None if may_clear else 0.5] * 2 + [1.0] * 2
+        gradients = [None if each.grad is None else each.grad.max().item() for each in branches]
+        assert gradients == expected
+        assert world.waited == world.pushed
+        model.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [

@@ -20,6 +20,7 @@ class Consistency(ABC):
         sparsified: the parameters whose last gradients were sparsified.
         passes_per_step: how often backward runs, at least, before gradients are pushed, as the script says.
         accumulates: whether backward only adds up gradients at present, and pushes none.
+        may_change_unpushed: whether the script may change gradients that backward has only added up.
         announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
     """
 
@@ -30,6 +31,7 @@ class Consistency(ABC):
     sparsified: AbstractSet[Parameter] = frozenset()
     passes_per_step = 1
     accumulates = False
+    may_change_unpushed = False
     announce: Callable[[bool], None] | None = None
 
     @property

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from zenps.errors import PeerLostError, TensorError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
-from ...core.request import device_error
+from ...core.request import check_outside_capture, device_error
 from ...process import PROCESS
 from ..hazards import check_modules
 from .agreement import ParameterAgreement, ParameterNames
@@ -342,12 +342,14 @@ class GradientSynchronizer(Consistency):
 
     def _count_pass(self, parameter: Parameter) -> None:
         """Pushes the gradient after its last pass, alone or with the last one of its bucket."""
+        # Also in a pass that pushes nothing: replays would go on to write what step() has replaced.
+        check_outside_capture(self._agreement.names[parameter])
         self._passes.count(parameter)
         bucket = self._agreement.bucket_of.get(parameter)
         owner = bucket or parameter
         if bucket and bucket.is_on_gpu:
             bucket.note_stream()
-        if parameter.grad is not None:
+        if parameter.grad is not None and not (self.accumulates and self.may_change_unpushed):
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
             self._pushes.check_without_residual(owner, "backward again")
