@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from signal import SIGINT
 from typing import Literal
 
@@ -163,6 +164,28 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     assert pending.wait().tolist() == [0, 1, 2]
+
+
+def test_a_wait_that_has_begun_in_inference_mode_may_end_outside() -> None:
+    class Adding(Count):
+        @cached_property
+        def total(self) -> Tensor:
+            return torch.zeros(1)
+
+        def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+            self.total.add_(answer.result.chunk)
+            return ()
+
+        def finish(self) -> Tensor:
+            return self.total
+
+    def interrupt(_: Pending) -> None:
+        raise KeyboardInterrupt
+
+    pending = Scripted(Adding(), delivers(1), interrupt, delivers(2, last=True)).pending
+    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+        pending.wait()
+    assert pending.wait().tolist() == [3]
 
 
 def test_a_wait_without_answer_ends_and_frees_the_name() -> None:
