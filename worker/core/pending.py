@@ -130,7 +130,12 @@ class Pending:
                 if isinstance(self._result, Tensor):  # else answers may still come
                     self._transfer = self._pulled = None
         if isinstance(self._result, Exception):
-            raise self._result
+            try:
+                raise self._result
+            finally:
+                # The error refers to this frame. With `self` in it, only the collector of cycles would free
+                # the transfer.
+                del self
         return self._result
 
     def _refuse_fork(self) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
@@ -17,6 +19,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+import zenps as zps
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
@@ -602,6 +605,26 @@ def test_an_error_that_is_brought_is_raised_by_every_wait(notifier: Notifier) ->
     pending.complete(torch.ones(3))
     with pytest.raises(DeadlineError, match="gone"):
         pending.wait()
+
+
+@pytest.mark.parametrize("wait", [Pending.wait, zps.synchronize])
+def test_who_drops_a_handle_and_its_error_keeps_nothing(
+    wait: Callable[[Pending], Tensor], notifier: Notifier
+) -> None:
+    transfer = SuppliedTransfer()
+    is_kept, pending = weakref.ref(transfer), make_pending(transfer, notifier)
+    del transfer
+    pending.fail(DeadlineError("gone"))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with contextlib.suppress(DeadlineError):
+                wait(pending)
+        assert is_kept() is not None
+        del pending
+        assert is_kept() is None
+    finally:
+        gc.enable()
 
 
 def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:
