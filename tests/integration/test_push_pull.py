@@ -175,7 +175,8 @@ def push_all() -> dict[str, Any]:
         with torch.inference_mode(number == 1):
             for name, case in CASES.items():
                 given = inputs(name, zps.rank(), number)
-                results[f"{name}/{number}"] = zps.push_pull(given, name, case.average)
+                result = results[f"{name}/{number}"] = zps.push_pull(given, name, case.average)
+                assert not result.is_inference(), "it could not be changed outside"
     results["out of order"] = ask_out_of_order()
     results["own order"] = declare_in_own_order()
     results["in flight"] = keep_many_in_flight()
