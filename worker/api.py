@@ -215,7 +215,10 @@ def synchronize(handle: Pending) -> Tensor:
     Raises:
         UsageError: ``handle`` is not a handle, but the result of :func:`push_pull`, for example.
     """
-    return _checked(handle).wait()
+    try:
+        return _checked(handle).wait()
+    finally:
+        del handle  # as in Pending.wait: an error refers to this frame
 
 
 def _checked(handle: object) -> Pending:

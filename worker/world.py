@@ -26,6 +26,7 @@ from .core.pending import Pending
 from .core.request import NARROW, Request, check_request, describe, wire_name
 from .core.spans import Spans
 from .core.statistics import Statistics, Stats
+from .core.transfer import outside_inference_mode
 from .recorder import Recorder
 from .sparsify.sparsification import Sparsification
 
@@ -147,7 +148,8 @@ class LocalWorld(World):
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
-        return _begin(self._backend, request)
+        with outside_inference_mode():
+            return _begin(self._backend, request)
 
     def residual_name(self, request: Request) -> str | None:
         return None
@@ -233,7 +235,8 @@ class ClusterWorld(World):
                 self._recorder.note(request.tensor, request.name)
         if (name := wire_name(request.name)) is not request.name:
             request = request._replace(name=name)
-        with MASK:  # a name that is taken is either pushed or given back
+        # With MASK, a name that is taken is either pushed or given back.
+        with MASK, outside_inference_mode():
             try:
                 return _begin(self._backend, request)
             except ZenPSError:

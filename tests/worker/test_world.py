@@ -228,3 +228,17 @@ def test_a_world_of_one_has_the_results_of_a_cluster_of_one() -> None:
     assert (result.indices().tolist(), result.values().tolist()) == ([[1, 4]], [2.0, 4.0])
     with pytest.raises(TensorError):
         world.begin(Request(torch.ones(3, dtype=torch.bool), "weight"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_result_of_a_world_of_one_shares_no_memory_with_what_was_coalesced(device: str) -> None:
+    """The meta device takes the way of a GPU."""
+    given = torch.eye(4).to_sparse(1).to(device)
+    assert given.is_coalesced()
+    result = LocalWorld(Config())._backend.begin(Request(given, "rows")).wait()
+    assert result.is_coalesced()
+    given_memory, memory = (
+        {each.untyped_storage()._cdata for each in (tensor._indices(), tensor._values())}
+        for tensor in (given, result)
+    )
+    assert memory.isdisjoint(given_memory)

@@ -46,5 +46,7 @@ class LocalBackend(Backend):
 
     def _reduced(self, tensor: Tensor) -> Tensor:
         if tensor.is_sparse:
-            return coalesced(tensor, self._kernels)
+            total = coalesced(tensor, self._kernels)
+            # On a device, torch returns the tensor itself if it is coalesced already.
+            return total if tensor.is_cpu or not tensor.is_coalesced() else total.clone()
         return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ from zenps.errors import DeadlineError, UsageError, ZenPSError
 from .interrupts import MaskedLock
 from .request import Options, device_error
 from .statistics import Counted, Progress, Report
-from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform
+from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transform, outside_inference_mode
 from .waiting import Waiting
 
 NO_REPORT: Final = Report()
@@ -125,11 +125,17 @@ class Pending:
         with self._finishing:
             if self._result is None:
                 assert self._transfer is not None
-                self._result = self._finish(self._transfer)
+                with outside_inference_mode():
+                    self._result = self._finish(self._transfer)
                 if isinstance(self._result, Tensor):  # else answers may still come
                     self._transfer = self._pulled = None
         if isinstance(self._result, Exception):
-            raise self._result
+            try:
+                raise self._result
+            finally:
+                # The error refers to this frame. With `self` in it, only the collector of cycles would free
+                # the transfer.
+                del self
         return self._result
 
     def _refuse_fork(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import ClassVar, Literal, NamedTuple
 
@@ -265,6 +266,11 @@ class Transform(ABC):
 
     def take_back(self) -> None:  # noqa: B027  # most take nothing from a residual
         """Puts what was to be sent into the residual again; called if nothing was sent."""
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Returns a context for making tensors that other threads, or later calls, may write to."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def transformed(request: Request, transforms: Sequence[Transform]) -> Request:

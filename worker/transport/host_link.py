@@ -63,6 +63,8 @@ class Give(Struct, frozen=True, array_like=True, tag="give"):
     """Rows of a sparse tensor."""
     offset: Count
     size_bytes: Count
+    is_dropped: bool
+    """True for a gradient that the sender throws away."""
 
 
 class Take(Struct, frozen=True, array_like=True, tag="take"):

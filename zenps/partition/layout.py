@@ -162,8 +162,17 @@ class Layout(ServerRanges):
 
     def _compute(self, values: Tensor, *, inverse: bool) -> Tensor:
         if inverse:
-            return self.permutation.inverse(self.unplacing.apply(values))
-        return self.placing.apply(self.permutation.forward(values))
+            unplaced = self.unplacing.apply(values)
+            return self._checked(self.permutation.inverse(unplaced), unplaced.shape)
+        return self.placing.apply(self._checked(self.permutation.forward(values), values.shape))
+
+    def _checked(self, permuted: Tensor, shape: torch.Size) -> Tensor:
+        """Raises a ConfigError for what no permutation may return; its values are not checked."""
+        if permuted.dtype is torch.int64 and permuted.is_cpu and permuted.shape == shape:
+            return permuted
+        kind, size = type(self.permutation).__name__, list(permuted.shape)
+        got = f"{kind}, which has returned {permuted.dtype} {size} on {permuted.device}"
+        raise ConfigError("sync.partition", got, f"torch.int64 {list(shape)} on the CPU")
 
     def tables(self) -> Tables | None:
         """The tables of all granules, built by the first call; None if they exceed the byte budget."""

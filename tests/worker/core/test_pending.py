@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import threading
 import time
@@ -7,6 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from signal import SIGINT
 from typing import Literal
 
@@ -16,6 +19,7 @@ from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+import zenps as zps
 from zenps.errors import ConfigError, DeadlineError, ProtocolError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.wire.messages import Result
@@ -163,6 +167,28 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     assert pending.wait().tolist() == [0, 1, 2]
+
+
+def test_a_wait_that_has_begun_in_inference_mode_may_end_outside() -> None:
+    class Adding(Count):
+        @cached_property
+        def total(self) -> Tensor:
+            return torch.zeros(1)
+
+        def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+            self.total.add_(answer.result.chunk)
+            return ()
+
+        def finish(self) -> Tensor:
+            return self.total
+
+    def interrupt(_: Pending) -> None:
+        raise KeyboardInterrupt
+
+    pending = Scripted(Adding(), delivers(1), interrupt, delivers(2, last=True)).pending
+    with pytest.raises(KeyboardInterrupt), torch.inference_mode():
+        pending.wait()
+    assert pending.wait().tolist() == [3]
 
 
 def test_a_wait_without_answer_ends_and_frees_the_name() -> None:
@@ -579,6 +605,26 @@ def test_an_error_that_is_brought_is_raised_by_every_wait(notifier: Notifier) ->
     pending.complete(torch.ones(3))
     with pytest.raises(DeadlineError, match="gone"):
         pending.wait()
+
+
+@pytest.mark.parametrize("wait", [Pending.wait, zps.synchronize])
+def test_who_drops_a_handle_and_its_error_keeps_nothing(
+    wait: Callable[[Pending], Tensor], notifier: Notifier
+) -> None:
+    transfer = SuppliedTransfer()
+    is_kept, pending = weakref.ref(transfer), make_pending(transfer, notifier)
+    del transfer
+    pending.fail(DeadlineError("gone"))
+    gc.disable()
+    try:
+        for _ in range(2):
+            with contextlib.suppress(DeadlineError):
+                wait(pending)
+        assert is_kept() is not None
+        del pending
+        assert is_kept() is None
+    finally:
+        gc.enable()
 
 
 def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:

@@ -92,3 +92,17 @@ def test_shape_and_stride_do_not_matter(monkeypatch: pytest.MonkeyPatch, library
     whole = permutation.forward(index)
     assert whole.shape == (6, 10)
     assert torch.equal(permutation.forward(index.T[::2]), whole.T[::2])
+
+
+@each_library
+def test_what_c_cannot_read_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatch, library: object) -> None:
+    """The permutation of a plug-in may return it."""
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    shift = Shift(np.array([0, 10]), np.array([10, 90]), np.array([90, -10]))
+    memory = torch.zeros(2000, dtype=torch.int32)  # twice as long, so that C could read as many int64 here
+    memory[:1000:2] = 3
+    numbers = memory[:1000]
+    assert torch.equal(shift.apply(numbers), shift.apply(numbers.long()))
+    assert positions.permute(Feistel(1000, 3)._native, numbers, inverse=False) is None
+    with pytest.raises((TypeError, RuntimeError)):
+        shift.apply(numbers.long().to("meta"))

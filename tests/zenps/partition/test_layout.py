@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from threading import Barrier, Thread
@@ -199,6 +200,38 @@ BALANCED, CENTRALIZED, PARALLEL = strategy("balanced"), strategy("centralized"),
 
 def make_cache(table_bytes: int = PLENTY) -> LayoutCache:
     return LayoutCache(11, rebalance(None, [0, 1]), [0, 1], table_bytes)
+
+
+class Returning(Identity):
+    """Its results are what ``convert`` makes of them."""
+
+    convert: Callable[[Tensor], Tensor]
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.convert(index)
+
+    def inverse(self, position: Tensor) -> Tensor:
+        return self.convert(position)
+
+
+@pytest.mark.parametrize(
+    ("convert", "got"),
+    [
+        (Tensor.int, "torch.int32 [25] on cpu"),
+        (lambda numbers: numbers.to("meta"), "torch.int64 [25] on meta"),
+        (lambda numbers: numbers[1:], "torch.int64 [24] on cpu"),
+    ],
+    ids=["dtype", "device", "shape"],
+)
+def test_what_no_permutation_may_return_is_refused(
+    monkeypatch: pytest.MonkeyPatch, convert: Callable[[Tensor], Tensor], got: str
+) -> None:
+    monkeypatch.setattr(Returning, "convert", staticmethod(convert), raising=False)
+    layout = Layout(100, 1, Partition(Returning(100), even_bounds(100)), rebalance(None, [0]), [0], 0)
+    message = re.escape(f"Returning, which has returned {got}': expected torch.int64 [25] on the CPU")
+    for method in (layout.positions, layout.rows):
+        with pytest.raises(ConfigError, match=message):
+            method(torch.arange(25))
 
 
 def test_cache_shares_layouts_where_the_strategy_allows() -> None:

@@ -43,7 +43,8 @@ class Follower(HostRounds):
         form.view(round_.allocation[:size], rows).copy_(own)
         round_.drop_contribution()  # shared memory has a copy now
         with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
-            self._link.send(Give(round_.name, round_.number, rows, offset, size))
+            is_dropped = round_.pending.options.is_dropped
+            self._link.send(Give(round_.name, round_.number, rows, offset, size, is_dropped))
             self._send_dropped()
 
     def _listen(self) -> None:

@@ -124,7 +124,7 @@ class Leader(HostRounds):
     def _push(self, round_: HostRound) -> Pending:
         """Begins the round over servers for all ranks of this host. If it fails, then on all hosts."""
         try:
-            total = sum_of(self._contributions(round_), round_.form, self._pool)
+            total = sum_of(self._kept(round_, self._contributions(round_)), round_.form, self._pool)
         except FAILURES:
             self._servers.give_up(self._request(round_, round_.form.without_rows()))
             raise
@@ -132,7 +132,12 @@ class Leader(HostRounds):
         return self._servers.begin(self._request(round_, total), "rows")
 
     def _request(self, round_: HostRound, tensor: Tensor) -> Request:
-        options = structs.replace(round_.pending.options, stands_for=self._stands_for, pusher=self._pusher)
+        options = structs.replace(
+            round_.pending.options,
+            stands_for=self._stands_for,
+            pusher=self._pusher,
+            is_dropped=all(round_.are_dropped),
+        )
         if tensor.dtype != round_.form.dtype:
             # The sum of float16 or bfloat16 gradients is float32, but must not be quantized.
             options = structs.replace(options, purpose="value")
@@ -140,7 +145,18 @@ class Leader(HostRounds):
 
     def _contributions(self, round_: HostRound) -> list[Payload]:
         """Returns those of all ranks of this host, in rank order."""
+        round_.are_dropped = [round_.pending.options.is_dropped]
         return [round_.contribution, *(self._contribution_of(link, round_) for link in self._links)]
+
+    def _kept(self, round_: HostRound, contributions: list[Payload]) -> list[Payload]:
+        """Returns those that are in the sum: of a sparsified gradient, without those that are thrown away.
+
+        If all are, nothing of the sum is pushed.
+        """
+        if not round_.pending.options.is_sparsifiable or all(round_.are_dropped):
+            return contributions
+        pairs = zip(contributions, round_.are_dropped, strict=True)
+        return [contribution for contribution, is_dropped in pairs if not is_dropped]
 
     def _contribution_of(self, link: Link, round_: HostRound) -> Payload:
         key, number = (link.rank, round_.name), round_.numbers[link.rank]
@@ -156,6 +172,7 @@ class Leader(HostRounds):
             raise LinkError(
                 f"tensor {round_.name!r}: no contribution from rank {link.rank} within {GIVE_SECONDS:g} s"
             )
+        round_.are_dropped.append(given.is_dropped)
         memory = self._windows[link.rank].read(given.offset, given.size_bytes)
         return round_.form.read(memory, given.rows)
 

@@ -177,6 +177,8 @@ class HostRound(NegotiatedRound, kw_only=True):
     contribution: Payload
     numbers: dict[int, int] = field(default_factory=dict)
     """At the leader: each follower's number of this round, by rank."""
+    are_dropped: list[bool] = field(default_factory=list)
+    """At the leader: whether each rank of the host throws its gradient away; set with their contributions."""
     pushed: Pending | None = None
     """The leader's round over servers."""
     allocation: Tensor | None = None

@@ -53,7 +53,10 @@ class Averages:
             except (ZenPSError, RuntimeError, MemoryError) as error:
                 errors.append(device_error(f"tensor {handle.name!r}", error))
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                del errors, handle  # as in Pending.wait: the error refers to this frame
 
 
 class StepsInFlight:
@@ -96,7 +99,7 @@ class StepsInFlight:
         try:
             self._steps[0].take()
         except Exception:
-            self._steps.popleft()
+            self._steps.popleft().handles.clear()  # the error refers to frames that have the averages
             raise
         self._steps.popleft()
 

@@ -35,13 +35,13 @@ def permute(feistel: NativeFeistel, numbers: Tensor, *, inverse: bool) -> Tensor
     """Permutes numbers, or does the inverse.
 
     Args:
-        numbers: int64 of any shape on the CPU.
+        numbers: of any shape.
 
     Returns:
-        int64 of the same shape, fresh memory; None where there is no library, or a number lies outside
-        ``[0, size)``.
+        int64 of the same shape, fresh memory; None where there is no library, the numbers are not int64 on
+        the CPU, or one lies outside ``[0, size)``.
     """
-    if (library := native_library()) is None:
+    if (library := native_library()) is None or not _is_readable(numbers):
         return None
     numbers = numbers.contiguous()
     found, count = torch.empty_like(numbers), numbers.numel()
@@ -54,9 +54,14 @@ def move(shift: NativeShift, numbers: Tensor) -> Tensor | None:
 
     Args, Returns: as for :func:`permute`; a number may lie in any bucket of ``shift``.
     """
-    if (library := native_library()) is None:
+    if (library := native_library()) is None or not _is_readable(numbers):
         return None
     numbers = numbers.contiguous()
     found, count = torch.empty_like(numbers), numbers.numel()
     moved = library.zenps_shift(ctypes.byref(shift), numbers.data_ptr(), count, found.data_ptr())
     return found if moved == count else None
+
+
+def _is_readable(numbers: Tensor) -> bool:
+    # The permutation of a plug-in may return other tensors.
+    return numbers.dtype is torch.int64 and numbers.is_cpu

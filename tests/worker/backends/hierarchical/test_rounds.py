@@ -18,10 +18,12 @@ from unittest.mock import Mock
 import numpy
 import pytest
 import torch
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
 from zenps.config.settings import Config
+from zenps.config.sources import load
 from zenps.errors import (
     ConfigError,
     PeerLostError,
@@ -43,11 +45,13 @@ from zenps.worker.backends.hierarchical.rounds import HostRounds
 from zenps.worker.backends.servers import CONTROL, ServerBackend
 from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options, Request
+from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.encode.dense import RootLostError
+from zenps.worker.sparsify.sparsification import Sparsified, make_sparsification
 from zenps.worker.transport.channel import Channel
 from zenps.worker.transport.host_link import Link, LinkError
 from zenps.worker.transport.lease import Lease
@@ -326,6 +330,36 @@ def test_a_leader_pushes_for_all_ranks_of_its_host(beside: Host, dtype: torch.dt
     assert name == "t@hosts"
     assert (options.stands_for, options.pusher) == ((2,), (1, 2))
     assert (options.average, options.priority, options.purpose) == (True, 3, purpose)
+
+
+@pytest.mark.parametrize("is_sparsifiable", [True, False])
+@pytest.mark.parametrize("dropping", [(), (0,), (1,), (0, 1)], ids=["none", "leader", "follower", "both"])
+def test_a_rank_throws_away_its_own_gradient_only(
+    beside: Host, dropping: tuple[int, ...], is_sparsifiable: bool
+) -> None:
+    """What the others gave is pushed, or stays in the leader's residual. Unless a sparsifier selects, all of
+    it is in the sum, as without hierarchy."""
+    options = Options(purpose="gradient", residuals=Residuals(), is_sparsifiable=is_sparsifiable)
+    handles = []
+    for rank, each in enumerate(beside.ranks):
+        own = structs.replace(options, is_dropped=rank in dropping)
+        handles.append(each.begin(Request((1 + 2 * rank) * VALUES, "t", own), ()))
+    for handle in handles:
+        outcome_of(handle)
+    servers = beside.leader._servers
+    assert isinstance(servers, Servers)
+    (pushed,) = servers.pushed
+    assert pushed.options.is_dropped == (dropping == (0, 1))
+    if not is_sparsifiable:
+        assert torch.equal(pushed.tensor, 4 * VALUES)
+        return
+    config = load(sets=["sync.sparsifier=topk", "sync.density=0.01"], environ={}).config
+    sparsification = make_sparsification(config, 1, beside.leader._session.statistics)
+    assert sparsification is not None
+    made = sparsification.transform(pushed, 0)
+    assert isinstance(made, Sparsified)
+    total = made.apply(pushed.tensor).to_dense() + made.gradient.residual
+    assert torch.equal(total, sum(1 + 2 * rank for rank in range(2) if rank not in dropping) * VALUES)
 
 
 def test_a_leader_that_leaves_tells_its_follower_nothing(

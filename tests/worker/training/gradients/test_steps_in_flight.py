@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from tests.worker.core.test_pending import make_pending
+from zenps.errors import DeadlineError
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier
 from zenps.worker.training.gradients.averages import Averages, StepsInFlight
 
 
@@ -46,3 +53,19 @@ def test_the_dense_average_of_a_table_has_its_layout() -> None:
     assert table.grad is not None
     assert table.grad.stride() == table.stride() == (1, 4)
     assert torch.equal(table.grad, torch.arange(12.0).view(4, 3))
+
+
+def test_averages_that_have_failed_are_freed_with_their_error() -> None:
+    steps, averages, transfer = StepsInFlight(0), Averages(), SuppliedTransfer()
+    is_kept, handle = weakref.ref(transfer), make_pending(transfer, Notifier())
+    handle.fail(DeadlineError("gone"))
+    averages.handles[Parameter(torch.ones(3))] = handle
+    steps.add(averages)
+    del averages, handle, transfer
+    gc.disable()
+    try:
+        with contextlib.suppress(DeadlineError):
+            steps.take_oldest()
+        assert is_kept() is None
+    finally:
+        gc.enable()
