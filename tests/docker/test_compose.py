@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
-from tests.monitoring.prometheus import Prometheus, Sample, panel_queries
+from tests.monitoring.prometheus import Prometheus, has_data, panel_queries
 
 DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
 SHORT = f"{DEMO} --steps 40"
@@ -116,10 +115,6 @@ def test_with_keys(command: Sequence[str], image: str) -> None:
         assert project.exit_codes("worker") == [0, 0]
         assert sorted(project.exit_codes("server")) == [0, 0]
         assert project("up", "keygen").stdout.count("0 new key(s)") == 1
-
-
-def has_data(samples: list[Sample]) -> bool:
-    return bool(samples) and all(math.isfinite(sample.value) for sample in samples)
 
 
 def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_server(
