@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zenps as zps
 from benchmarks.hosts import BURST_BYTES, Hosts
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import LEASE_SECONDS, Cluster
 from tests.integration.progress import await_step
 from tests.netns.job import Job, train
 
@@ -185,7 +185,7 @@ def test_the_first_layer_overtakes_others_on_a_slow_link(tmp_path: Path, by_laye
 def test_training_continues_without_a_server_whose_link_is_cut(
     hosts: Hosts, expected: State, tmp_path: Path
 ) -> None:
-    settings = {"cluster.lease_seconds": 2}
+    settings = {"cluster.lease_seconds": LEASE_SECONDS}
     with Job(hosts, tmp_path, "10.77.0.1:9100", settings) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1, 3]) for rank in range(2)]
         for rank in range(2):
@@ -204,7 +204,7 @@ def test_training_continues_without_a_server_whose_link_is_cut(
 
 
 def test_a_worker_whose_link_is_cut_ends_the_job(hosts: Hosts, tmp_path: Path) -> None:
-    with Job(hosts, tmp_path, "10.77.0.1:9100", {"cluster.lease_seconds": 2}) as job:
+    with Job(hosts, tmp_path, "10.77.0.1:9100", {"cluster.lease_seconds": LEASE_SECONDS}) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1]) for rank in range(2)]
         for rank in range(2):
             await_step(tmp_path, rank, 1, workers[rank])
