@@ -93,6 +93,13 @@ def requested(browser: Chrome) -> set[str]:
     return {url for url in urls if not url.startswith(("chrome:", "data:"))}
 
 
+def complaints(browser: Chrome) -> list[str]:
+    """Returns what Chromium has logged so far, but for the answer of a scheduler that has no processor for
+    two seconds: the page asks again."""
+    messages: list[str] = [entry["message"] for entry in browser.get_log("browser")]
+    return [each for each in messages if not ("/status.json" in each and "503" in each)]
+
+
 def test_a_cluster_trains_and_loses_a_server(browser: Chrome, tmp_path: Path) -> None:
     stop = tmp_path / "stop"
     with Cluster(workers=3, servers=3, lease_seconds=LEASE_SECONDS) as cluster:
@@ -136,7 +143,7 @@ def test_a_cluster_trains_and_loses_a_server(browser: Chrome, tmp_path: Path) ->
         shot(browser, 1280, Path(kept or tmp_path / "status.png"))
         shot(browser, 390, tmp_path / "phone.png")
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
-        assert browser.get_log("browser") == []
+        assert complaints(browser) == []
         assert requested(browser) == {f"{url}{path}" for path in PATHS}
 
         stop.touch()
@@ -194,5 +201,5 @@ def test_hostile_text_stays_text_and_fits_a_phone(browser: Chrome, nodes: int) -
         assert browser.execute_script("return document.querySelectorAll('img, main script').length") == 0
         assert browser.execute_script("return document.documentElement.scrollWidth") == 390
         assert browser.execute_script("return document.documentElement.scrollHeight") < 12_000
-        assert browser.get_log("browser") == []
+        assert complaints(browser) == []
         assert requested(browser) == {f"{url}{path}" for path in PATHS}

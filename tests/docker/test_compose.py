@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -10,12 +9,19 @@ from collections.abc import Sequence
 import pytest
 
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
-from tests.monitoring.prometheus import Prometheus, Sample, panel_queries
+from tests.monitoring.prometheus import Prometheus, has_data, panel_queries
 
-DEMO = "python examples/lstm_lm.py --vocabulary 4000 --width 32 --samples 256 --batch 8"
-SHORT = f"{DEMO} --steps 40"
-LONG = f"{DEMO} --steps 1000000 --seconds 60"
-WATCHED = f"{DEMO} --steps 1000000 --seconds 150"
+SIZES = "--vocabulary 4000 --width 32 --samples 256 --batch 8"
+SHORT = f"python examples/lstm_lm.py {SIZES} --steps 40"
+STOP = "/tmp/stop"
+UNTIL_STOPPED = (
+    'import os, runpy, sys; sys.path.insert(0, "examples"); from training import TrainingRun as Run; '
+    "agree = Run._agree; "
+    f'Run._agree = lambda run, seconds: agree(run, float("inf") if os.path.exists("{STOP}") else seconds); '
+    'runpy.run_path("examples/lstm_lm.py", run_name="__main__")'
+)
+"""Trains until any rank has the file: ranks stop by the mean of their clocks."""
+LONG = f"python -c '{UNTIL_STOPPED}' {SIZES} --steps 1000000 --seconds 3600"
 FAILING = "python -c 'import sys, zenps; zenps.init(); sys.exit(7 * zenps.rank())'"
 
 OVERRIDES = [(), ("compose.secure.yaml",), ("compose.gpu.yaml",), ("compose.secure.yaml", "compose.gpu.yaml")]
@@ -33,6 +39,12 @@ def command() -> Sequence[str]:
 
 def is_running(project: Project, servers: int = 2) -> bool:
     return project.status()["state"] == "running" and len(project.nodes("server")) == servers
+
+
+def stop(project: Project) -> None:
+    """Ends training that is :data:`LONG`."""
+    done = docker("exec", project.containers("worker")[0], "touch", STOP)
+    assert done.returncode == 0, done.stdout
 
 
 @generations
@@ -62,13 +74,14 @@ def test_centralized_on_three_servers_of_which_one_is_killed(command: Sequence[s
         docker("kill", "--signal", "KILL", project.containers("server")[0])
         eventually(lambda: is_running(project, servers=2))
         assert len(project.containers("worker")) == 2
+        stop(project)
         assert project.exit_codes("worker") == [0, 0]
         assert sorted(project.exit_codes("server")) == [0, 0, 137]
         assert "workers: 2, partition: centralized" in project("logs", "worker").stdout
 
 
 def test_a_scheduler_returns_and_a_server_joins(command: Sequence[str]) -> None:
-    with Project(command, ZENPS_COMMAND=WATCHED) as project:
+    with Project(command, ZENPS_COMMAND=LONG) as project:
         assert project("up", "--detach").returncode == 0
         eventually(lambda: is_running(project))
         docker("kill", "--signal", "KILL", *project.containers("scheduler"))
@@ -76,6 +89,7 @@ def test_a_scheduler_returns_and_a_server_joins(command: Sequence[str]) -> None:
         eventually(lambda: is_running(project))
         assert project("up", "--detach", "--no-recreate", "--scale", "server=3").returncode == 0
         eventually(lambda: is_running(project, servers=3))
+        stop(project)
         assert project.exit_codes("worker") == [0, 0]
 
 
@@ -113,13 +127,10 @@ def test_with_keys(command: Sequence[str], image: str) -> None:
             docker("exec", id_, "readlink", "/tmp/secret").stdout for id_ in project.containers("server")
         }
         assert links == {"/keys/server/server-0.secret\n", "/keys/server/server-1.secret\n"}
+        stop(project)
         assert project.exit_codes("worker") == [0, 0]
         assert sorted(project.exit_codes("server")) == [0, 0]
         assert project("up", "keygen").stdout.count("0 new key(s)") == 1
-
-
-def has_data(samples: list[Sample]) -> bool:
-    return bool(samples) and all(math.isfinite(sample.value) for sample in samples)
 
 
 def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_server(
@@ -135,7 +146,7 @@ def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_serv
 
     expected = [("scheduler", 1), ("server", 1), ("server", 1), ("worker", 1), ("worker", 1)]
     assert f"image: {prometheus}\n" in COMPOSE_FILE.read_text("utf-8")
-    with Project(command, ZENPS_COMMAND=WATCHED, PROMETHEUS_PORT=str(port)) as project:
+    with Project(command, ZENPS_COMMAND=LONG, PROMETHEUS_PORT=str(port)) as project:
         services = ("scheduler", "server", "worker", "prometheus")
         assert project("--profile", "monitoring", "up", "--detach", *services).returncode == 0
         eventually(lambda: is_running(project))
@@ -145,4 +156,5 @@ def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_serv
         assert not [alert for alert in seen.alerts() if alert.name == "ServerLost"]
         docker("kill", project.containers("server")[0])
         seen.await_alert("ServerLost", seconds=120, says="Gone: server ")
+        stop(project)
         assert project.exit_codes("worker") == [0, 0]

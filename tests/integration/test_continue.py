@@ -242,6 +242,7 @@ def test_a_lost_server_and_a_returning_worker(tmp_path: Path) -> None:
         training.await_steps(2)
         training.workers[1].kill()
         cluster.await_epoch(2)
+        training.await_steps(2, (0, 2))  # a server that is lost within the same round ends the job
         training.restart(1)
         cluster.servers[0].kill()
         training.await_steps(20)
@@ -256,15 +257,16 @@ def test_a_lost_server_and_a_returning_worker(tmp_path: Path) -> None:
 def wait_for_the_dead(what: str, path: Path) -> Any:
     """Rank 1 is killed while the others wait for it."""
     zps.push_pull(torch.ones(1), "all are here")
+    values = torch.full((70_000,), float(zps.rank()))
+    push = zps.push_pull_async(values, "x") if what == "push" and zps.rank() != 1 else None
     (path / f"{what}{zps.rank()}").touch()
     if zps.rank() == 1:
         time.sleep(DEADLINE_SECONDS)
-    values = torch.full((70_000,), float(zps.rank()))
+    if push is not None:
+        return attempt(push.wait)
     match what:
         case "barrier":
             return [attempt(zps.barrier), attempt(zps.barrier)]
-        case "push":
-            return attempt(zps.push_pull, values, "x")
         case "small broadcast":
             return attempt(zps.broadcast_object, "value", 1)
         case _:

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
-from tests.integration.interrupts import interrupted_after
+from tests.integration.interrupts import interrupted_in
+from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
 
@@ -313,7 +314,7 @@ def interrupt_backward(store: Path) -> list[dict[str, Tensor]]:
         parallel.zero_grad()
         loss = loss_of(parallel, step, zps.rank())
         if step == 1 and zps.rank() == 0:
-            with interrupted_after(1.0):
+            with interrupted_in(Pending.wait):
                 loss.backward()
             interrupted.touch()
         else:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
-from tests.integration.interrupts import interrupted_after
+from tests.integration.interrupts import interrupted_in
 from tests.integration.scraping import Samples, parse
 from tests.integration.test_ssp import attempt_ddp
 from zenps.worker.backends.peers.schedule import make_cycle
+from zenps.worker.core.pending import Pending
 from zenps.worker.process import PROCESS
 
 LONG = pytest.mark.long
@@ -322,7 +323,7 @@ def interrupt_and_go_on(directory: Path) -> State:
         if (zps.rank(), step) == (1, 2):
             await_file(directory / "interrupted")
         if (zps.rank(), step) == (0, 2):
-            with interrupted_after(1.0):
+            with interrupted_in(Pending.wait):
                 optimizer.step()
             (directory / "interrupted").touch()
         else:

@@ -16,7 +16,7 @@ from tests.integration.cluster import Cluster, await_file
 from tests.zenps.conftest import Command, eventually
 
 LEASE_SECONDS = 30.0
-SOON_SECONDS = 5.0
+SOON_SECONDS = 15.0
 """Far below the lease, for machines that are busy."""
 
 

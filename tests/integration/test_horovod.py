@@ -13,9 +13,11 @@ from torch import Tensor
 import zenps as zps
 import zenps.horovod as hvd
 from tests.integration.cluster import Cluster, Raised, attempt, await_file
-from tests.integration.interrupts import interrupted_after
+from tests.integration.interrupts import interrupted_in
 from zenps.horovod import turns
 from zenps.horovod.turns import TURNS
+from zenps.worker.core.pending import Pending
+from zenps.worker.transport.lease import Lease
 
 LOOPS = {0: 5, 1: 2, 2: 3}
 """How many batches each rank has."""
@@ -242,7 +244,7 @@ def interrupt_a_barrier(waits_in: str, path: Path) -> float:
 
     hvd.init()
     if hvd.rank() == 0:
-        with interrupted_after(0.5):
+        with interrupted_in(Pending.wait if waits_in == "turn" else Lease.barrier):
             hvd.barrier()
         (path / "interrupted").touch()
         hvd.barrier()

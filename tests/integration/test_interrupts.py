@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.cluster import Cluster, await_file
-from tests.integration.interrupts import interrupted_after
+from tests.integration.interrupts import interrupted_in
 from zenps.errors import UsageError
 from zenps.worker.core.pending import Pending
 
@@ -169,7 +169,7 @@ def wait_for_a_late_rank(directory: Path) -> tuple[float, float]:
     tensor, ended_after = torch.ones(3), 0.0
     if zps.rank() == 0:
         handle, begin = zps.push_pull_async(tensor, "x", average=False), time.monotonic()
-        with interrupted_after(0.5):
+        with interrupted_in(Pending.wait):
             handle.wait()
         ended_after = time.monotonic() - begin
         (directory / "interrupted").touch()

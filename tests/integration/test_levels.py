@@ -286,10 +286,11 @@ def test_the_leaders_sum_is_on_the_timeline(tmp_path: Path) -> None:
     assert {each for each in of_workers if each[0].startswith("worker")} == expected
 
 
-def push_forever() -> tuple[Raised, float]:
-    """What a push raises in the end, and when."""
+def push_forever(begun: Path) -> tuple[Raised, float]:
+    """What a push raises in the end, and when; says once the first one is done."""
     while True:
         outcome = attempt(zps.push_pull, table(0), "table")
+        begun.with_name(f"{begun.name}{zps.rank()}").touch()
         if isinstance(outcome, Raised):
             raised_at = time.time()
             time.sleep(1)  # until all threads know
@@ -306,11 +307,11 @@ def push_forever() -> tuple[Raised, float]:
         pytest.param(1, signal.SIGSTOP, marks=pytest.mark.long),
     ],
 )
-def test_a_rank_that_is_lost_is_named(lost: int, end: signal.Signals) -> None:
+def test_a_rank_that_is_lost_is_named(tmp_path: Path, lost: int, end: signal.Signals) -> None:
     with Cluster(WORKERS, 1, {"sync.levels": 2}, lease_seconds=LEASE_SECONDS) as cluster:
-        workers = [cluster.start(push_forever, rank=rank) for rank in range(WORKERS)]
-        cluster.await_state("running")
-        time.sleep(1)
+        workers = [cluster.start(push_forever, tmp_path / "begun", rank=rank) for rank in range(WORKERS)]
+        for rank in range(WORKERS):
+            await_file(tmp_path / f"begun{rank}")
         victim = workers.pop(lost)
         os.kill(victim.pid, end)
         lost_at = time.time()

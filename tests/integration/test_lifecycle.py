@@ -17,13 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, Cluster, attempt, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.test_interrupts import soon
 from tests.zenps.conftest import Command
 from zenps.errors import PeerLostError, TensorError
 from zenps.wire.shared_memory.arena import Arena
-
-LEASE_SECONDS = 2.0
 
 REJOIN = """
 import sys, time
@@ -161,7 +159,7 @@ def leave() -> None:
 
 
 def test_a_server_that_came_when_all_workers_had_left_ends_with_the_job() -> None:
-    with Cluster(1, 1, {"cluster.rejoin_seconds": 5}) as cluster:
+    with Cluster(1, 1, {"cluster.rejoin_seconds": 10}) as cluster:
         cluster.start(leave, init=False).result()
         cluster.await_state("draining")
         late = cluster.add_server()
@@ -179,7 +177,7 @@ def leave_and_wait(until: Path) -> None:
 
 @pytest.mark.long
 def test_a_scheduler_that_is_killed_when_all_have_left_ends_as_if_it_were_not(tmp_path: Path) -> None:
-    with Cluster(1, 2, {"cluster.rejoin_seconds": 3}, LEASE_SECONDS) as cluster:
+    with Cluster(1, 2, {"cluster.rejoin_seconds": 10}, LEASE_SECONDS) as cluster:
         worker = cluster.start(leave_and_wait, tmp_path / "end", init=False)
         cluster.await_state("draining")
         cluster.scheduler.kill()

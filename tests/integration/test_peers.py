@@ -21,12 +21,13 @@ from tests.integration.test_training import train, train_in_one_process
 WORKERS = 3
 
 
-def push_forever() -> tuple[Raised, float, float]:
-    """What a push raises in the end, when, and how long it takes to leave then."""
+def push_forever(begun: Path) -> tuple[Raised, float, float]:
+    """What a push raises in the end, when, and how long it takes to leave then; says so once one is done."""
     rows = torch.arange(100_000).unsqueeze(0)
     table = torch.sparse_coo_tensor(rows, torch.ones(100_000, 8), (200_000, 8), check_invariants=True)
     while True:
         outcome = attempt(zps.push_pull, table, "table")
+        begun.with_name(f"{begun.name}{zps.rank()}").touch()
         if isinstance(outcome, Raised):
             raised_at = time.time()
             zps.shutdown()
@@ -37,11 +38,13 @@ def push_forever() -> tuple[Raised, float, float]:
     ("scheme", "end"),
     [("agsparse", signal.SIGKILL), pytest.param("sparcml", signal.SIGSTOP, marks=pytest.mark.long)],
 )
-def test_a_worker_that_is_lost_in_an_exchange_is_named(scheme: str, end: signal.Signals) -> None:
+def test_a_worker_that_is_lost_in_an_exchange_is_named(
+    tmp_path: Path, scheme: str, end: signal.Signals
+) -> None:
     with Cluster(WORKERS, 1, {"sync.scheme": scheme}, lease_seconds=LEASE_SECONDS) as cluster:
-        workers = [cluster.start(push_forever, rank=rank) for rank in range(WORKERS)]
-        cluster.await_state("running")
-        time.sleep(2)
+        workers = [cluster.start(push_forever, tmp_path / "begun", rank=rank) for rank in range(WORKERS)]
+        for rank in range(WORKERS):
+            await_file(tmp_path / f"begun{rank}")
         victim = workers.pop()
         os.kill(victim.pid, end)
         lost_at = time.time()

@@ -16,17 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-END_SECONDS = 30.0
-GRACE_SECONDS = 20.0
-LEASE_SECONDS = 60.0  # no job ends by it in time
+from tests.zenps.conftest import PATIENT_ZENPS
 
-PATIENT_ZENPS = f"""
-import sys
-from zenps.cli import __main__, supervisor
-supervisor.GRACE_SECONDS = {GRACE_SECONDS}
-sys.exit(__main__.main())
-"""
-"""On a busy machine an interpreter that has imported torch may take longer to end than the usual grace."""
+END_SECONDS = 30.0
+LEASE_SECONDS = 60.0  # no job ends by it in time
 
 OUTSIDE = {"ctrl-c": (signal.SIGINT, 130), "sigterm": (signal.SIGTERM, 143)}
 INSIDE = {"exception": 1, "sys.exit": 7, "os._exit": 8, "kill": 137, "sigterm worker": 143}
@@ -142,8 +135,7 @@ def test_launch(zenps: Any, train: Path, case: Case) -> None:
     lease = ("--set", f"cluster.lease_seconds={LEASE_SECONDS}")
     arguments = ("--workers", "2", "--servers", "1", *lease, "--", sys.executable, str(train))
     env = {"STATE": case.state, "WAY": case.way}
-    program = (sys.executable, "-c", PATIENT_ZENPS)
-    popen = zenps.start("launch", *arguments, env=env, start_new_session=True, program=program)
+    popen = zenps.start("launch", *arguments, env=env, start_new_session=True, program=PATIENT_ZENPS)
     lines = await_ready(popen, 2 if case.state == "rendezvous" else 1)
     if case.way in OUTSIDE:
         time.sleep(0.2)  # rank 1 stops, or rank 0 begins to wait

@@ -33,6 +33,11 @@ class Sample(NamedTuple):
     value: float
 
 
+def has_data(samples: list[Sample]) -> bool:
+    """True if there is any series, and none is NaN, as a rate over no rounds is."""
+    return bool(samples) and all(math.isfinite(sample.value) for sample in samples)
+
+
 class Alert(NamedTuple):
     """An alert that is pending or fires."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import zenps as zps
 from benchmarks.hosts import BURST_BYTES, Hosts
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import LEASE_SECONDS, Cluster
 from tests.integration.progress import await_step
 from tests.netns.job import Job, train
 
@@ -153,23 +154,28 @@ def test_slow_links(tmp_path: Path) -> None:
             assert floor_seconds < seconds < 10 * floor_seconds
 
 
-LAYERS = 16
+LAYERS, LAYER_ELEMENTS = 16, 500_000
 
 
-def push_layers_in_order_of_backward(by_layer: bool) -> tuple[float, float]:
-    """Seconds until the result of the first layer, which is pushed last, and until all results."""
-    gradient = torch.ones(500_000)
-    zps.barrier()
-    begin = time.monotonic()
-    handles = [
-        zps.push_pull_async(gradient, f"layer{layer}", priority=-layer if by_layer else 0)
-        for layer in reversed(range(LAYERS))
-    ]
-    handles[-1].wait()
-    first = time.monotonic() - begin
-    for handle in handles:
-        assert torch.equal(handle.wait(), gradient)
-    return first, time.monotonic() - begin
+def push_layers_in_order_of_backward(by_layer: bool) -> list[int]:
+    """The layers in the order in which their rounds have ended; the first one is pushed last."""
+    gradient = torch.ones(LAYER_ELEMENTS)
+    # Later than this, a rank has not pushed the first layers before its link could carry the last ones.
+    push_seconds = LAYERS // 4 * 32 * LAYER_ELEMENTS / BITS_PER_SECOND
+    while True:
+        ended: list[int] = []
+        zps.barrier()
+        begin = time.monotonic()
+        handles = []
+        for layer in reversed(range(LAYERS)):
+            priority = -layer if by_layer else 0
+            handles.append(zps.push_pull_async(gradient, f"layer{layer}", priority=priority))
+            handles[-1].call_at_end(partial(ended.append, layer))
+        is_late = time.monotonic() - begin > push_seconds
+        for handle in handles:
+            assert torch.equal(handle.wait(), gradient)
+        if not zps.push_pull(torch.tensor([int(is_late)]), "is late", average=False).item():
+            return ended
 
 
 @pytest.mark.parametrize("by_layer", [True, False])
@@ -178,14 +184,14 @@ def test_the_first_layer_overtakes_others_on_a_slow_link(tmp_path: Path, by_laye
         Hosts(ONE_EACH, bits_per_second=BITS_PER_SECOND) as hosts,
         Job(hosts, tmp_path, "10.77.0.1:9100", {"sync.scheme": "byteps"}) as job,
     ):
-        for first, last in job.run(push_layers_in_order_of_backward, by_layer):
-            assert (first < 0.75 * last) == by_layer, (first, last)
+        for ended in job.run(push_layers_in_order_of_backward, by_layer):
+            assert (ended.index(0) < ended.index(LAYERS // 4)) == by_layer, ended
 
 
 def test_training_continues_without_a_server_whose_link_is_cut(
     hosts: Hosts, expected: State, tmp_path: Path
 ) -> None:
-    settings = {"cluster.lease_seconds": 2}
+    settings = {"cluster.lease_seconds": LEASE_SECONDS}
     with Job(hosts, tmp_path, "10.77.0.1:9100", settings) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1, 3]) for rank in range(2)]
         for rank in range(2):
@@ -204,7 +210,7 @@ def test_training_continues_without_a_server_whose_link_is_cut(
 
 
 def test_a_worker_whose_link_is_cut_ends_the_job(hosts: Hosts, tmp_path: Path) -> None:
-    with Job(hosts, tmp_path, "10.77.0.1:9100", {"cluster.lease_seconds": 2}) as job:
+    with Job(hosts, tmp_path, "10.77.0.1:9100", {"cluster.lease_seconds": LEASE_SECONDS}) as job:
         workers = [job.start(rank, train, tmp_path, STEPS, [1]) for rank in range(2)]
         for rank in range(2):
             await_step(tmp_path, rank, 1, workers[rank])

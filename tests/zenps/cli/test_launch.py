@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import LEASE_SECONDS
-from tests.zenps.conftest import eventually
+from tests.zenps.conftest import PATIENT_SECONDS, PATIENT_ZENPS, eventually
 from zenps.cli.supervisor import GRACE_SECONDS, MAX_SCHEDULER_DEATHS
 from zenps.keys import generate
 
@@ -50,12 +50,12 @@ def assert_nothing_is_left(zenps: Any) -> None:
 
 def test_success(zenps: Any) -> None:
     begin = time.monotonic()
-    done = zenps("launch", "--workers", "2", "--", *PYTHON, "print('done')")
+    done = zenps("launch", "--workers", "2", "--", *PYTHON, "print('done')", program=PATIENT_ZENPS)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["worker 0  | done", "worker 1  | done"]
     assert "does CMD call zenps.init()?" in done.stderr
     assert "sending" not in done.stderr
-    assert time.monotonic() - begin < GRACE_SECONDS + 15
+    assert time.monotonic() - begin < PATIENT_SECONDS + 15
     assert_nothing_is_left(zenps)
 
 
@@ -66,7 +66,8 @@ def test_joined_cluster_ends_by_itself(zenps: Any) -> None:
         "values[0] *= 1 - 2 * zps.rank(); total = zps.push_pull(values, 'a', average=False).tolist();"
         "print(zps.rank(), zps.size(), total); zps.shutdown()"
     )
-    done = zenps("launch", "--workers", "2", "--servers", "2", "--", sys.executable, "-c", script)
+    command = (sys.executable, "-c", script)
+    done = zenps("launch", "--workers", "2", "--servers", "2", "--", *command, program=PATIENT_ZENPS)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"worker {r}  | {r} 2 [nan, inf]" for r in range(2)]
     assert "Warning" not in done.stderr
@@ -244,7 +245,7 @@ def test_training_continues_without_a_worker(
     # After an exception an interpreter may take longer to end than a few steps alone do.
     may_end = tmp_path / "may-end"
     train = (sys.executable, "-c", ALONE, way, str(code), str(may_end))
-    popen = zenps.start("launch", "--workers", "2", *sets, "--", *train)
+    popen = zenps.start("launch", "--workers", "2", *sets, "--", *train, program=PATIENT_ZENPS)
     pids = dict(re.findall(r"worker (\d).*started (\d+)", popen.stdout.readline() + popen.stdout.readline()))
     if way == "kill":
         os.kill(int(pids["1"]), signal.SIGKILL)
@@ -405,7 +406,7 @@ def test_a_worker_within_a_shell_may_save_its_state(
     """The shell that waits for it ends at once."""
     saved = tmp_path / "saved"
     shell = ["sh", "-c", '"$@"; exit $?', "sh", *PYTHON, SAVING, str(saved)]
-    popen = zenps.start("launch", "--", *shell)
+    popen = zenps.start("launch", "--", *shell, program=PATIENT_ZENPS)
     assert "up" in popen.stdout.readline()
     popen.send_signal(number)
     _, err = popen.communicate(timeout=60)
