@@ -17,8 +17,8 @@ from tests.integration.cluster import Cluster
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-ROUNDS = 2
-"""The second has a layout that was there, and the number of chunks of the first."""
+ROUNDS = 3
+"""The second is pushed and awaited in inference mode."""
 NAN, INF = float("nan"), float("inf")
 
 
