@@ -27,7 +27,8 @@ from .views import Views
 _DRAINED_BY_THE_END: Final = (
     "all workers have left; the server ends with the others, or once the next workers have come"
 )
-_NOT_RETURNED: Final = f"did not return after the scheduler was restarted: {NO_QUORUM}"
+# A member may not have returned, or have gone since.
+_MISSING: Final = "missing since the scheduler was restarted"
 
 
 class Job:
@@ -260,7 +261,7 @@ class Job:
         sends = self._lose(missing, now)
         lost = [member for member in missing if member.role == "worker"]
         if self._is_dead(lost) and any(node.role == "worker" for node in self.recovery.new_nodes()):
-            return self._begin_another_job(now)
+            return sends + self._begin_another_job(now)
         return sends + self._go_on(lost, now)
 
     def _lose(self, missing: Sequence[Member], now: float) -> list[Send]:
@@ -278,9 +279,9 @@ class Job:
         """The recovery is over; the job goes on without the ``lost`` workers, if it can."""
         if lost and self.can_shrink() and not self.quorum.may_continue():
             gone = listing(self.quorum.missing())
-            return self.fail("a worker lost", "lost", f"{gone} {_NOT_RETURNED}")
+            return self.fail("a worker lost", "lost", f"{gone}: {_MISSING}, {NO_QUORUM}")
         if lost and (self.may_restart() or not self.can_shrink()):
-            reason = f"{lost[0]} is lost: it did not return after the scheduler was restarted; {GONE_ADVICE}"
+            reason = f"{lost[0]} is lost: {_MISSING}; {GONE_ADVICE}"
             return self.lose_worker(reason, now)
         if not self.members.present("worker"):
             return self.drain_servers(now)
@@ -303,13 +304,14 @@ class Job:
         left_over = [node for node in self.members.alive() if node.register.view is not None]
         waiting = {node.peer: node for node in self.recovery.new_nodes()}
         missing = listing(self.recovery.missing())
+        why = f"{_MISSING}, {NO_QUORUM}" if self.can_shrink() else _MISSING
         self.advance("another job begins")
         self.has_replaced = True
         self._begin(now)
         self.recovery.waiting = waiting
         reason = "another job of this name has begun, and this node is left over from the one before"
         if missing:
-            reason += f", of which {missing} did not return after the scheduler was restarted"
+            reason += f"; {missing}: {why}"
         return to_all(left_over, Refused("lost", reason))
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────

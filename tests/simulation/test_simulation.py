@@ -654,7 +654,7 @@ def test_memory_of_pushes_under_an_earlier_ring_is_not_overwritten() -> None:
 def test_a_server_of_a_dead_job_does_not_keep_the_next_from_beginning() -> None:
     script = Script(left_over=True)
     assert Simulation(script).run().rounds
-    with pytest.raises(Violation, match="did not return"):
+    with pytest.raises(Violation, match="missing since"):
         Simulation(script, Parts(membership=WaitsForADeadJob)).run()
 
 

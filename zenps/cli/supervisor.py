@@ -249,10 +249,12 @@ class Supervisor:
         if not (self._config.cluster.is_elastic and self._running("worker")):
             return False
         # Without an answer the job continues: if not all have joined, the rendezvous will fail. A scheduler
-        # that was started again gathers until the first node returns to it, although all had joined.
+        # that was started again has no epoch until the first node returns to it, although all had joined.
         status = self._report_end(failed)
-        ends = ("failed",) if self._scheduler_deaths else ("gathering", "failed")
-        if status is not None and status.state in ends:
+        if status is not None and (
+            status.state == "failed"
+            or (status.state == "gathering" and (status.epoch or not self._scheduler_deaths))
+        ):
             return False
         self._say(f"{failed.name} ended: {failed.how_it_ended()}; the others continue without it")
         return True

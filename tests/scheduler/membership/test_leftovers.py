@@ -23,7 +23,7 @@ from tests.scheduler.nodes import (
 )
 from zenps.scheduler.membership.actions import Send
 from zenps.scheduler.membership.tracker import Membership
-from zenps.wire.scheduler_messages import Heartbeat, Leave, Refused, Register, View, WhoAreYou
+from zenps.wire.scheduler_messages import Departed, Heartbeat, Leave, Refused, Register, View, WhoAreYou
 
 NEW: dict[bytes, Register] = {
     **{worker(10 + n): register("worker", n, 10 + n) for n in range(2)},
@@ -134,10 +134,15 @@ def test_new_nodes_begin_when_the_old_job_cannot_go_on(
     assert after.state == "gathering"
     refused = sent(sends, Refused)
     assert refused.keys() == set(returning)
-    gone = "worker 1 (host box, pid 1), server 1 (host box, pid 51)"
-    gone = gone if worker_returns else f"worker 0 (host box, pid 0), {gone}"
-    told = f"of which {gone} did not return after the scheduler was restarted"
+    missing = ["worker 1 (host box, pid 1)", "server 1 (host box, pid 51)"]
+    missing = missing if worker_returns else ["worker 0 (host box, pid 0)", *missing]
+    told = f"; {', '.join(missing)}: missing since the scheduler was restarted"
+    if worker_returns and on_worker_loss == "continue":
+        told += ", too many for the others to continue"
     assert all(told in refusal.reason for refusal in refused.values())
+    # For the log and the metrics.
+    departed = [send.message for send in sends if isinstance(send.message, Departed)]
+    assert {str(each.member) for each in departed if each.lost} == set(missing)
     assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
 
 

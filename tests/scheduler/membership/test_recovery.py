@@ -226,7 +226,7 @@ def test_a_worker_that_was_started_again_does_not_return_if_no_server_does(new_c
     for peer, epoch in ((worker(0), 1), (again, 0)):
         after.on_message(peer, Heartbeat(epoch, {}), ENOUGH_SECONDS - 1)
     after.on_tick(ENOUGH_SECONDS, 0.0)
-    assert after.failure.startswith("worker 1 (host box, pid 1) is lost: it did not return")
+    assert after.failure.startswith("worker 1 (host box, pid 1) is lost: missing since")
 
 
 def test_a_worker_does_not_return_as_another_whose_process_it_claims_to_be() -> None:
@@ -348,8 +348,7 @@ def test_a_worker_that_does_not_return_fails_the_job() -> None:
         after.on_message(peer, Heartbeat(1, {}), 14.0)
     assert_failed(after, after.on_tick(ENOUGH_SECONDS), here)
     assert after.failure == (
-        "worker 1 (host box, pid 1) is lost: it did not return after the scheduler was restarted; "
-        "see the log there"
+        "worker 1 (host box, pid 1) is lost: missing since the scheduler was restarted; see the log there"
     )
 
 

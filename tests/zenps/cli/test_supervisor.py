@@ -174,14 +174,21 @@ def test_an_end_while_another_is_handled_is_noticed(failing: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "scheduler_deaths", "code"),
-    [("gathering", 0, 7), ("gathering", 1, None), ("failed", 0, 7), ("failed", 1, 7), ("running", 1, None)],
+    ("state", "epoch", "scheduler_deaths", "code"),
+    [
+        ("gathering", 0, 0, 7),
+        ("gathering", 0, 1, None),
+        ("gathering", 3, 1, 7),  # all workers have left, and join again
+        ("failed", 3, 0, 7),
+        ("failed", 3, 1, 7),
+        ("running", 3, 1, None),
+    ],
 )
 def test_an_elastic_job_continues_without_a_worker_once_all_have_joined(
-    elastic: Any, state: str, scheduler_deaths: int, code: int | None
+    elastic: Any, state: str, epoch: int, scheduler_deaths: int, code: int | None
 ) -> None:
     """A scheduler that was started again does not know that they had, until a node returns to it."""
-    elastic.state, elastic._scheduler_deaths = state, scheduler_deaths
+    elastic.state, elastic.epoch, elastic._scheduler_deaths = state, epoch, scheduler_deaths
     elastic._processes[1].end(7)
     elastic._turn()
     assert elastic._code == code
