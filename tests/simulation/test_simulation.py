@@ -572,6 +572,18 @@ ONCE_FAILED = [
         message_units=4,
         bytes_per_second=200.0,
     ),
+    # A worker's first message at a barrier comes after it has passed the barrier, and after an admission.
+    Script(
+        seed=72,
+        workers=2,
+        servers=1,
+        steps=12,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.2,
+        faults=(Fault(at=1.0, kind="leave worker", target=0, seconds=1.0),),
+        scenario="continue",
+    ),
 ]
 
 

@@ -257,7 +257,7 @@ class Lease:
         (epoch, watermark), load = self._channel.progress, self._statistics.load()
         self._link.beat(now, epoch, load, watermark=watermark, wait=self._longest_wait(now))
         for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
-            self._link.send(Barrier(sequence))
+            self._link.send(Barrier(sequence, self.view.admitted))
         if self._admission is not None:
             self._link.send(Admit(self._admission.since))
 
@@ -305,7 +305,7 @@ class Lease:
                     command.reached.set_exception(self.failure)
                 case _AwaitBarrier(sequence=sequence, reached=reached):
                     self._barriers[sequence], self._arrived = reached, time.monotonic()
-                    self._link.send(Barrier(sequence))
+                    self._link.send(Barrier(sequence, self.view.admitted))
                 case _AwaitAdmission(since=since) as admission:
                     self._admission, self._arrived = admission, time.monotonic()
                     self._link.send(Admit(since))
@@ -314,7 +314,7 @@ class Lease:
     def _on_scheduler(self) -> None:
         for message in self._link.receive():
             match message:
-                case BarrierReply(sequence=sequence, error=error) if sequence in self._barriers:
+                case BarrierReply(sequence=sequence, error=error) if self._is_awaited(message):
                     reached = self._barriers.pop(sequence)
                     if error:
                         reached.set_exception(DeadlineError(error))
@@ -333,6 +333,9 @@ class Lease:
                         self._tell(commands.Departed(member.rank))
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
+
+    def _is_awaited(self, reply: BarrierReply) -> bool:
+        return reply.sequence in self._barriers and reply.admitted == self.view.admitted
 
     def _on_view(self, view: View) -> None:
         if view.epoch <= self.view.epoch:
