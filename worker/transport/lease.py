@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
-from zenps.errors import GONE_ADVICE, DeadlineError, PeerLostError, ZenPSError, listing
+from zenps.errors import GONE_ADVICE, DeadlineError, PeerLostError, UsageError, ZenPSError, listing
 from zenps.observe import log
 from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
 from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
@@ -347,6 +347,7 @@ class Lease:
         if is_admission:
             self._barrier_sequence = self._link.registration.barriers = 0
             self._barrier_call = None
+            self._fail_barriers()
             self.joining = 0
         self.view = view
         self._tell(view)
@@ -354,6 +355,13 @@ class Lease:
             admission, self._admission = self._admission, None
             self._tell(admission.reached)
         self._events.post(partial(self._post, _Beat()))
+
+    def _fail_barriers(self) -> None:
+        """Ends waits at barriers from before an admission, which would count as those after it."""
+        for sequence in self._barriers.keys() - {LAST_BARRIER}:
+            reason = f"barrier {sequence}: joining workers were admitted before it ended"
+            error = UsageError(f"{reason}; wait for it before TrainingState.commit()")
+            self._barriers.pop(sequence).set_exception(error)
 
     def _tell(self, command: commands.Command) -> None:
         """Posts a command to the channel, on the thread that may wait for its lock."""
