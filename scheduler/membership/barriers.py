@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from zenps.config.settings import ClusterConfig
 from zenps.errors import GONE_ADVICE, LATE_ADVICE
 from zenps.observe.lateness import Lateness
 from zenps.wire.fields import LAST_BARRIER
-from zenps.wire.scheduler_messages import BarrierReply
+from zenps.wire.scheduler_messages import Barrier, BarrierReply
 
 from .actions import Send
 from .members import Members, Node, names
+from .views import Views
 
 
 class _Barrier(Struct):
@@ -26,8 +28,9 @@ class Barriers:
 
     Args:
         members: a barrier is complete when all workers that are present have arrived.
-        is_elastic: if False, every barrier fails once a worker has left or is lost.
-        deadline_seconds: how long a barrier stays open; may be infinite.
+        views: name the last admission of joining workers, since which barriers are counted.
+        cluster: how long a barrier stays open, and whether the job is elastic. If not, every barrier fails
+            once a worker has left or is lost.
         late: counts how long others waited for each rank.
         incarnation: of the scheduler.
 
@@ -39,14 +42,15 @@ class Barriers:
     def __init__(
         self,
         members: Members,
-        is_elastic: bool,
-        deadline_seconds: float,
+        views: Views,
+        cluster: ClusterConfig,
         late: Lateness,
         incarnation: int = 0,
     ) -> None:
         self._members = members
-        self._is_elastic = is_elastic
-        self._deadline_seconds = deadline_seconds
+        self._views = views
+        self._is_elastic = cluster.is_elastic
+        self._deadline_seconds = cluster.deadline_or_infinity_seconds
         self._late = late
         self._incarnation = incarnation
         self._open: dict[int, _Barrier] = {}
@@ -60,14 +64,16 @@ class Barriers:
         self.passed = 0
         self.ended = False
 
-    def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
+    def on_barrier(self, node: Node, arrival: Barrier, now: float) -> list[Send]:
         """A worker has arrived, perhaps not for the first time. Answers all workers that may pass."""
+        if arrival.admitted != self._views.admitted:  # barriers are counted from 0 again since then
+            return []
+        sequence = arrival.sequence
         if sequence <= self.passed:
-            return [Send(node.peer, BarrierReply(sequence, "", self._incarnation))]
+            return [Send(node.peer, self._reply(sequence, ""))]
         if sequence <= self._failed:
             self._withdraw(node.rank, LAST_BARRIER)
-            error = f"barrier {sequence}: {self._reason}"
-            return [Send(node.peer, BarrierReply(sequence, error, self._incarnation))]
+            return [Send(node.peer, self._reply(sequence, f"barrier {sequence}: {self._reason}"))]
         gone = self._members.with_state("worker", "left", "lost")
         if gone and not self._is_elastic:
             self._open[sequence] = _Barrier(now, {node.rank: node.peer})
@@ -147,8 +153,11 @@ class Barriers:
             self._failed, self._reason = sequence, reason
         return self._answer(sequence, f"barrier {sequence}: {reason}")
 
+    def _reply(self, sequence: int, error: str) -> BarrierReply:
+        return BarrierReply(sequence, error, self._incarnation, self._views.admitted)
+
     def _answer(self, sequence: int, error: str) -> list[Send]:
-        reply = BarrierReply(sequence, error, self._incarnation)
+        reply = self._reply(sequence, error)
         if sequence != LAST_BARRIER or not self._has_last_ended:
             self._newly_ended.append(reply)
         self._has_last_ended |= sequence == LAST_BARRIER

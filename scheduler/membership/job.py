@@ -83,9 +83,7 @@ class Job:
         self._has_left_untold = False
         """True if workers have left that the newest view does not tell of."""
         late = self.stragglers.barriers
-        self.barriers = Barriers(
-            self.members, cluster.is_elastic, cluster.deadline_or_infinity_seconds, late, self.incarnation
-        )
+        self.barriers = Barriers(self.members, self.views, cluster, late, self.incarnation)
 
     def advance(self, event: JobEvent) -> None:
         """Changes to the state that follows."""

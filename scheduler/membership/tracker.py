@@ -113,8 +113,8 @@ class Membership:
         match message:
             case Heartbeat():
                 return self._on_heartbeat(node, message, now)
-            case Barrier(sequence=sequence) if self._is_at_work(node):
-                return self._job.barriers.on_barrier(node, sequence, now)
+            case Barrier() if self._is_at_work(node):
+                return self._job.barriers.on_barrier(node, message, now)
             case Admit(since=since) if self._is_at_work(node):
                 return self._job.on_admit(node, since, now)
             case Leave():

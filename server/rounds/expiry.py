@@ -8,8 +8,9 @@ from typing import Literal
 
 from .states import ServerRound
 
-# How long a reopened round waits for the other ranks, which answer ``wanted`` at most every 5 s. If its push
-# was only a late duplicate, nobody needs the round. A rank that does lack the reply pushes again.
+# How long a reopened round waits for the next push, or fragment of one, because other ranks answer ``wanted``
+# at most every 5 s. If its push was only a late duplicate, nobody needs the round. A rank that does lack the
+# reply pushes again.
 REOPENED_SECONDS = 15.0
 # How long a resumed round waits for its first push while no push of any round comes: on a slow link it may be
 # queued behind many. A rank that has given the round up answers ``resume`` by ``give-up``; this limit is for
@@ -51,8 +52,8 @@ def ending(
     round_: ServerRound,
     peers: Set[int],
     passed: Set[int],
-    age_seconds: float,
-    quiet_seconds: float,
+    now: float,
+    last_push: float,
     deadline_seconds: float,
 ) -> Literal["nobody left", "given up", "deadline"] | None:
     """Returns how a round ends now; None if it goes on waiting.
@@ -64,12 +65,13 @@ def ending(
     Args:
         peers: the ranks that every round waits for.
         passed: those of them that have ended this step (:meth:`.history.History.has_passed`).
-        age_seconds: how long the round has been open.
-        quiet_seconds: how much of that has passed since the last push of any round came.
+        now: the time.
+        last_push: when a push came last, of any round.
         deadline_seconds: how long a round waits for its last push.
     """
     if not round_.held:
-        is_wanted = not round_.resumed & peers <= passed and quiet_seconds <= RESUMED_SECONDS
+        is_quiet = now > max(round_.opened, last_push) + RESUMED_SECONDS
+        is_wanted = not round_.resumed & peers <= passed and not is_quiet
         return None if is_wanted else "nobody left"
     # Those that wait for the reply. If only lost ranks do, a present one may still come that lacks it.
     waiting = round_.held.keys() & peers or peers
@@ -77,6 +79,6 @@ def ending(
         return "nobody left"
     if not round_.is_recovery and passed - round_.ranks:
         return "given up"
-    if age_seconds > deadline_seconds:
+    if now > round_.opened + deadline_seconds:
         return "deadline"
-    return "nobody left" if round_.is_reopened and age_seconds > REOPENED_SECONDS else None
+    return "nobody left" if round_.is_reopened and now > round_.added + REOPENED_SECONDS else None

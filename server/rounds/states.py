@@ -161,6 +161,8 @@ class ServerRound(Struct, eq=False):
     resumed: Set[int] = frozenset()
     """The ranks whose pushes were refused before the round opened, and come again."""
     opened: float = 0.0
+    added: float = 0.0
+    """When a push, or a fragment of one, was added last."""
     held: dict[int, HeldPush] = {}
     """By the rank that pushed; of a push in fragments, the one that came first."""
     fragments: dict[int, dict[int, HeldPush]] = {}

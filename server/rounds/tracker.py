@@ -256,6 +256,7 @@ class ServerRounds:
             reason = f"push of rank {push.rank} for rank(s) {listing(sorted(twice))}, whose push is there"
             raise ProtocolError("unexpected", reason)
         round_.advance("push")
+        round_.added = now
         is_alone = push.fragments == 1 and push.rank not in round_.fragments
         is_whole = is_alone or round_.add_fragment(held)
         round_.held.setdefault(push.rank, held)
@@ -292,8 +293,7 @@ class ServerRounds:
     def _expire(self, round_: ServerRound, now: float) -> Actions:
         """Ends a round that has waited long enough, or that can never be complete."""
         passed = self._history.passed(round_.key, self._peers)
-        age, quiet = now - round_.opened, now - max(round_.opened, self._last_push)
-        match ending(round_, self._peers.keys(), passed, age, quiet, self._deadline_seconds):
+        match ending(round_, self._peers.keys(), passed, now, self._last_push, self._deadline_seconds):
             case "nobody left":
                 return self._cancel(round_, now)
             case "given up":

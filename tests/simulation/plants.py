@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from typing import Any
@@ -21,7 +20,7 @@ from zenps.scheduler.membership.tracker import Membership
 from zenps.server.rounds.states import HeldPush, Reduce, ServerRound
 from zenps.server.rounds.tracker import Actions, ServerRounds
 from zenps.wire.messages import FromServer, GiveUp
-from zenps.wire.scheduler_messages import Heartbeat, HeartbeatReply, Member, Refused, Register
+from zenps.wire.scheduler_messages import Barrier, Heartbeat, HeartbeatReply, Member, Refused, Register
 from zenps.worker.rounds.states import Action, Frames, Outgoing, Round, SendPush
 from zenps.worker.rounds.tracker import WorkerRounds
 
@@ -281,8 +280,8 @@ class ContinuesWithAnyHalf(Membership):
 
 
 class _HastyBarriers(Barriers):
-    def on_barrier(self, node: Node, sequence: int, now: float) -> list[Send]:
-        sends = super().on_barrier(node, sequence, now)
+    def on_barrier(self, node: Node, arrival: Barrier, now: float) -> list[Send]:
+        sends, sequence = super().on_barrier(node, arrival, now), arrival.sequence
         waiting = self._open[sequence].waiting if sequence in self._open else {}
         return sends or (
             self._answer(sequence, "") if len(waiting) >= len(self._members.present("worker")) - 1 else []
@@ -292,7 +291,7 @@ class _HastyBarriers(Barriers):
 class _HastyJob(Job):
     def _begin_generation(self, generation: int, now: float, reason: str = "") -> None:
         super()._begin_generation(generation, now, reason)
-        self.barriers = _HastyBarriers(self.members, False, math.inf, self.stragglers.barriers)
+        self.barriers = _HastyBarriers(self.members, self.views, self.cluster, self.stragglers.barriers)
 
 
 class LetsOneThrough(Membership):

@@ -558,6 +558,32 @@ ONCE_FAILED = [
         reshard_seconds=2.0,
         bytes_per_second=15.0,
     ),
+    # Both ranks lack an answer that was forgotten, and push again at different times.
+    Script(
+        seed=0,
+        workers=2,
+        servers=1,
+        steps=1,
+        settles=False,
+        slow_seconds=0.05,
+        duplicates=0.0,
+        budget_bytes=1024,
+        faults=(Fault(at=0.0, kind="lose", target=0, seconds=5.0),),
+        message_units=4,
+        bytes_per_second=200.0,
+    ),
+    # A worker's first message at a barrier comes after it has passed the barrier, and after an admission.
+    Script(
+        seed=72,
+        workers=2,
+        servers=1,
+        steps=12,
+        settles=False,
+        slow_seconds=2.0,
+        duplicates=0.2,
+        faults=(Fault(at=1.0, kind="leave worker", target=0, seconds=1.0),),
+        scenario="continue",
+    ),
 ]
 
 

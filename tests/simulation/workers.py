@@ -136,7 +136,7 @@ class Worker(Member):
         if self.view is None and self.now > self.began + rendezvous + JOIN_PATIENCE_SECONDS:
             self.end("the job has not admitted this worker")
         if self.waits_at_barrier:
-            self.send(SCHEDULER, Barrier(self.entered))
+            self.send(SCHEDULER, Barrier(self.entered, self._admitted))
         if self._asks is not None:
             self.send(SCHEDULER, self._asks)
 
@@ -169,7 +169,7 @@ class Worker(Member):
                 return
             self.on_scheduler(message)
             match message:
-                case BarrierReply(sequence=sequence, error=error):
+                case BarrierReply(sequence=sequence, error=error) if message.admitted == self._admitted:
                     self._on_barrier(sequence, error)
                 case HeartbeatReply(watermark=watermark, joining=joining):
                     self.joining = joining
@@ -355,7 +355,7 @@ class Worker(Member):
     def await_barrier(self, sequence: int) -> None:
         """Comes to a barrier, and waits there."""
         self.entered, self.waits_at_barrier = sequence, True
-        self.send(SCHEDULER, Barrier(sequence))
+        self.send(SCHEDULER, Barrier(sequence, self._admitted))
         self.simulation.on_moment("barrier", self)
 
     def _on_barrier(self, sequence: int, error: str) -> None:

@@ -97,6 +97,11 @@ class Round(Struct, eq=False):
     has_failed: bool = False
     """True if this rank got no answer: it pushes the round only if it is asked to."""
 
+    @property
+    def active_at(self) -> float:
+        """When pushes of this round were last sent or queued, or an answer came."""
+        return self.repeat_at - self.repeat_seconds
+
     def pushes_of(self, chunks: Set[tuple[int, int]]) -> list[Outgoing]:
         """Returns the pushes of some chunks, given by server and chunk, with all their fragments."""
         return [out for out in self.outgoing if (out.server, out.push.chunk) in chunks]

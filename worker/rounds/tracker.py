@@ -305,9 +305,12 @@ class WorkerRounds:
                 actions.append(Reshard(round_))
         if round_ is None and self._given_up.has_given_up(message):
             return [SendGiveUp(server, GiveUp(self._ring_epoch, *key, message.chunk))]
-        if round_ is None or (round_.state == "pushed" and chunk in round_.unanswered):
+        if round_ is None:
             return actions
-        sent = round_.sent_again.get(chunk)
+        # Also if this rank waits for the answer itself: until it would repeat the push unasked, the server
+        # may have forgotten what the others have pushed.
+        is_awaited = round_.state == "pushed" and chunk in round_.unanswered
+        sent = round_.sent_again.get(chunk, round_.active_at if is_awaited else None)
         if sent is not None and (server in self._behind or now < sent + ASKED_SECONDS):
             return actions
         round_.sent_again[chunk] = now

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 
 import zmq
 
-from zenps.errors import GONE_ADVICE, DeadlineError, PeerLostError, ZenPSError, listing
+from zenps.errors import GONE_ADVICE, DeadlineError, PeerLostError, UsageError, ZenPSError, listing
 from zenps.observe import log
 from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
 from zenps.wire.scheduler_link import BEATS_PER_LEASE, SchedulerLink
@@ -257,7 +257,7 @@ class Lease:
         (epoch, watermark), load = self._channel.progress, self._statistics.load()
         self._link.beat(now, epoch, load, watermark=watermark, wait=self._longest_wait(now))
         for sequence in self._barriers:  # sent again: a broken connection or a restart may have lost it
-            self._link.send(Barrier(sequence))
+            self._link.send(Barrier(sequence, self.view.admitted))
         if self._admission is not None:
             self._link.send(Admit(self._admission.since))
 
@@ -305,7 +305,7 @@ class Lease:
                     command.reached.set_exception(self.failure)
                 case _AwaitBarrier(sequence=sequence, reached=reached):
                     self._barriers[sequence], self._arrived = reached, time.monotonic()
-                    self._link.send(Barrier(sequence))
+                    self._link.send(Barrier(sequence, self.view.admitted))
                 case _AwaitAdmission(since=since) as admission:
                     self._admission, self._arrived = admission, time.monotonic()
                     self._link.send(Admit(since))
@@ -314,7 +314,7 @@ class Lease:
     def _on_scheduler(self) -> None:
         for message in self._link.receive():
             match message:
-                case BarrierReply(sequence=sequence, error=error) if sequence in self._barriers:
+                case BarrierReply(sequence=sequence, error=error) if self._is_awaited(message):
                     reached = self._barriers.pop(sequence)
                     if error:
                         reached.set_exception(DeadlineError(error))
@@ -334,6 +334,9 @@ class Lease:
                 case Refused(reason=reason):
                     self._fail(PeerLostError(reason))
 
+    def _is_awaited(self, reply: BarrierReply) -> bool:
+        return reply.sequence in self._barriers and reply.admitted == self.view.admitted
+
     def _on_view(self, view: View) -> None:
         if view.epoch <= self.view.epoch:
             return  # a repetition
@@ -344,6 +347,7 @@ class Lease:
         if is_admission:
             self._barrier_sequence = self._link.registration.barriers = 0
             self._barrier_call = None
+            self._fail_barriers()
             self.joining = 0
         self.view = view
         self._tell(view)
@@ -351,6 +355,13 @@ class Lease:
             admission, self._admission = self._admission, None
             self._tell(admission.reached)
         self._events.post(partial(self._post, _Beat()))
+
+    def _fail_barriers(self) -> None:
+        """Ends waits at barriers from before an admission, which would count as those after it."""
+        for sequence in self._barriers.keys() - {LAST_BARRIER}:
+            reason = f"barrier {sequence}: joining workers were admitted before it ended"
+            error = UsageError(f"{reason}; wait for it before TrainingState.commit()")
+            self._barriers.pop(sequence).set_exception(error)
 
     def _tell(self, command: commands.Command) -> None:
         """Posts a command to the channel, on the thread that may wait for its lock."""

@@ -81,6 +81,8 @@ class Barrier(Struct, frozen=True, array_like=True, tag="barrier"):
     """A worker has reached its ``sequence``-th barrier and waits for all others."""
 
     sequence: Count
+    admitted: Count = 0
+    """The :attr:`View.admitted` of its view: the worker counts barriers from 0 since then."""
 
 
 class Admit(Struct, frozen=True, array_like=True, tag="admit"):
@@ -183,6 +185,8 @@ class BarrierReply(Struct, frozen=True, array_like=True, tag="barrier!"):
     sequence: Count
     error: Text
     incarnation: Incarnation = 0
+    admitted: Count = 0
+    """That of the :class:`Barrier`."""
 
 
 class Departed(Struct, frozen=True, array_like=True, tag="departed"):

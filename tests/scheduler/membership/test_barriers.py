@@ -117,8 +117,9 @@ def test_barriers_that_have_failed_count_no_more_once_workers_are_admitted() -> 
     for number in range(2):
         membership.on_message(worker(number), Admit(0), now)
     confirm(membership, map(server, range(2)), now)
-    assert membership.on_message(worker(0), Barrier(1), now) == []
-    assert {*sent(membership.on_message(worker(1), Barrier(1), now), BarrierReply)} == {worker(0), worker(1)}
+    first = Barrier(1, admitted=membership.epoch)
+    assert membership.on_message(worker(0), first, now) == []
+    assert {*sent(membership.on_message(worker(1), first, now), BarrierReply)} == {worker(0), worker(1)}
 
 
 def test_without_a_deadline_a_barrier_waits_as_long_as_all_are_alive() -> None:

@@ -313,7 +313,7 @@ def test_an_admission_resets_barriers_and_watermarks(short: Membership) -> None:
     beat(short, (WORKERS[2], JOINING), LOST, watermark=1)
     assert HeartbeatReply(1) in to(beat(short, [WORKERS[2]], LOST, watermark=1), WORKERS[2], HeartbeatReply)
     assert HeartbeatReply(2) in to(beat(short, [WORKERS[0]], LOST, watermark=1), WORKERS[0], HeartbeatReply)
-    assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
+    assert short.on_message(WORKERS[0], Barrier(1, admitted=short.epoch), LOST) == []
 
 
 def test_servers_count_watermarks_from_0_too_once_nobody_waits_for_admission_any_more(
@@ -328,7 +328,20 @@ def test_barriers_that_are_open_at_an_admission_are_not_those_after_it(short: Me
     short.on_message(WORKERS[0], Barrier(1), LOST)
     admit(short, (WORKERS[0], WORKERS[2]), LOST)
     confirm(short, LOST)
-    assert short.on_message(WORKERS[2], Barrier(1), LOST) == []
+    assert short.on_message(WORKERS[2], Barrier(1, admitted=short.epoch), LOST) == []
+
+
+def test_a_barrier_from_before_an_admission_does_not_count_after_it(short: Membership) -> None:
+    """A worker repeats it while it waits, and a repetition may come late."""
+    admit(short, (WORKERS[0], WORKERS[2]), LOST)
+    confirm(short, LOST)
+    first = Barrier(1, admitted=short.epoch)
+    assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
+    assert short.on_message(WORKERS[2], first, LOST) == []
+    passed = BarrierReply(1, "", admitted=short.epoch)
+    sends = short.on_message(WORKERS[0], first, LOST)
+    assert sends == [Send(peer, passed) for peer in (WORKERS[2], WORKERS[0])]
+    assert short.on_message(WORKERS[0], Barrier(1), LOST) == []
 
 
 # ── recovery ────────────────────────────────────────────────────────────────────────────────────
@@ -380,8 +393,9 @@ def test_barriers_count_from_the_newest_admission(view: View) -> None:
     """A worker without the newest view counts from an older admission."""
     successor = come_back(view, {WORKERS[0]: 2, WORKERS[1]: 2, WORKERS[2]: 70}, {WORKERS[2]: 3})
     assert (successor.state, successor.epoch) == ("running", 8)
-    assert successor.on_message(WORKERS[0], Barrier(2), 0.0) == [Send(WORKERS[0], BarrierReply(2, ""))]
-    assert successor.on_message(WORKERS[0], Barrier(3), 0.0) == []
+    passed = BarrierReply(2, "", admitted=6)
+    assert successor.on_message(WORKERS[0], Barrier(2, admitted=6), 0.0) == [Send(WORKERS[0], passed)]
+    assert successor.on_message(WORKERS[0], Barrier(3, admitted=6), 0.0) == []
 
 
 def test_a_watermark_that_a_worker_counts_from_an_older_admission_does_not_count(view: View) -> None:

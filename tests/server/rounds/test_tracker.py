@@ -1302,9 +1302,11 @@ def test_a_rank_that_no_push_stands_for_is_missing() -> None:
 # ── fragments ───────────────────────────────────────────────────────────────────────────────────
 
 
-def push_fragment(rounds: ServerRounds, rank: int, fragment: int, **fields: Any) -> list[Action]:
+def push_fragment(
+    rounds: ServerRounds, rank: int, fragment: int, now: float = 0.0, /, **fields: Any
+) -> list[Action]:
     held = make_held(rank, Key("a", 0, 0), fragment=fragment, **{"fragments": 3} | fields)
-    return rounds.on_push(held, 0.0)
+    return rounds.on_push(held, now)
 
 
 def test_a_round_is_reduced_once_all_fragments_of_all_ranks_are_there() -> None:
@@ -1377,6 +1379,19 @@ def test_a_rank_whose_push_has_come_in_part_is_the_one_that_is_missing() -> None
     assert isinstance(failure.message, Failure)
     assert "rank(s) 1" in failure.message.reason
     assert memory_of(rounds) == ROUND_BYTES + FailedRound(failure.message).size_bytes
+
+
+def test_a_round_that_was_opened_again_waits_while_fragments_come() -> None:
+    """On a slow link, a push may take longer than such a round waits for the first fragment."""
+    rounds = ServerRounds(2000, math.inf)
+    rounds.on_view(1, {rank: peer_of(rank) for rank in range(2)}, {}, 0.0)
+    for key in (KEY, Key("b", 0, 0)):
+        complete(rounds, key, [0, 1])
+    *first, last = ((rank, fragment) for rank in range(2) for fragment in range(3))
+    for number, (rank, fragment) in enumerate(first):
+        assert push_fragment(rounds, rank, fragment, 10.0 * number) == []
+        rounds.on_tick(10.0 * number + 9.0)
+    assert isinstance(push_fragment(rounds, *last, 50.0)[-1], Reduce)
 
 
 def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:

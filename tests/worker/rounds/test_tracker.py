@@ -637,6 +637,34 @@ def test_what_was_recalled_and_may_still_be_queued_is_not_pushed_once_more() -> 
     assert keys_of(worker.rounds.on_reply(1, wanted, (), later + 11 * ASKED_SECONDS)) == [(1, 0)]
 
 
+def test_a_push_that_is_wanted_is_repeated_though_its_answer_is_awaited_here() -> None:
+    """Several ranks lack an answer that is forgotten. If each repeats its push only when its own time has
+    come, the round never has all pushes."""
+    worker = Recovering()
+    round_ = worker.submit()
+    worker.answer(round_, [(0, 0), (0, 1)])
+    wanted, later = Wanted(1, "t", 0, 0), ASKED_SECONDS + 1
+    assert worker.rounds.on_reply(1, wanted, (), ASKED_SECONDS - 1) == [], "it may be on its way"
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later)) == [(1, 0)]
+    assert worker.rounds.on_reply(1, wanted, (), later + 1) == []
+    worker.rounds.on_tick(later + 2, {1})
+    assert worker.rounds.on_reply(1, wanted, (), later + 2 * ASKED_SECONDS) == [], "it is queued"
+    worker.rounds.on_tick(later + 2 * ASKED_SECONDS)
+    assert keys_of(worker.rounds.on_reply(1, wanted, (), later + 2 * ASKED_SECONDS)) == [(1, 0)]
+    (deliver,) = worker.answer(round_)
+    assert isinstance(deliver, Deliver)
+    assert deliver.last
+
+
+def test_a_push_that_was_just_repeated_unasked_is_not_repeated_when_it_is_wanted() -> None:
+    rounds = make_rounds(deadline_seconds=math.inf)
+    rounds.submit(make_round(), 0.0)
+    later = REPEAT_SECONDS + 1
+    assert len(rounds.on_tick(later)) == 3
+    assert rounds.on_reply(1, Wanted(1, "t", 0, 0), (), later + 1) == []
+    assert keys_of(rounds.on_reply(1, Wanted(1, "t", 0, 0), (), later + ASKED_SECONDS)) == [(1, 0)]
+
+
 def test_what_was_recalled_waits_to_be_wanted_again_after_another_change() -> None:
     worker = Recovering()
     round_ = worker.submit()

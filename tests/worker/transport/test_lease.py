@@ -25,7 +25,7 @@ from tests.worker.transport.test_channel import (
     whole,
 )
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import PeerLostError, ZenPSError
+from zenps.errors import PeerLostError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.schemes.base import WireForm
 from zenps.wire.fields import LAST_BARRIER, MAX_WAIT
@@ -95,11 +95,15 @@ class Rig:
         self._peer, envelope = self._router.recv_multipart()
         return Decoder("job", ToScheduler).decode(envelope)
 
-    def await_barrier(self) -> int:
-        """The number of the barrier that the worker comes to."""
+    def await_arrival(self) -> Barrier:
+        """The barrier that the worker comes to."""
         while not isinstance(message := self.receive(DEADLINE_SECONDS), Barrier):
             assert not isinstance(message, Leave | None)
-        return message.sequence
+        return message
+
+    def await_barrier(self) -> int:
+        """The number of the barrier that the worker comes to."""
+        return self.await_arrival().sequence
 
     def send(self, message: FromScheduler) -> None:
         self._router.send_multipart([self._peer, encode("job", message)])
@@ -382,10 +386,54 @@ def test_after_an_admission_barriers_count_from_1_and_older_views_are_ignored(ri
         assert rig.link.registration.barriers == 0
         with ThreadPoolExecutor() as pool:
             reached = pool.submit(rig.lease.barrier)
-            assert rig.await_barrier() == 1
-            rig.send(BarrierReply(1, ""))
+            admitted = rig.lease.view.admitted
+            assert rig.await_arrival() == Barrier(1, admitted)
+            rig.send(BarrierReply(1, "", admitted=admitted))
             reached.result(DEADLINE_SECONDS)
         assert rig.link.registration.barriers == 1
+
+
+def admit(rig: Rig) -> None:
+    """Joining workers are admitted with epoch 2."""
+    rig.send(structs.replace(view_of(2, silent_servers([0])), admitted=2))
+    while not (isinstance(message := rig.receive(DEADLINE_SECONDS), Heartbeat) and message.epoch == 2):
+        assert message is not None
+
+
+def test_an_answer_to_a_barrier_before_an_admission_ends_none_after_it(rig: Rig) -> None:
+    admit(rig)
+    with ThreadPoolExecutor() as pool:
+        reached = pool.submit(rig.lease.barrier)
+        assert rig.await_arrival() == Barrier(1, admitted=2)
+        rig.send(BarrierReply(1, "of those before the admission"))
+        rig.send(BarrierReply(1, "", admitted=2))
+        reached.result(DEADLINE_SECONDS)
+
+
+def test_a_barrier_that_was_interrupted_is_over_with_an_admission(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With each heartbeat, the worker would come to a barrier that its script has not reached."""
+    interrupt(rig, monkeypatch, rig.lease.barrier)
+    assert rig.await_arrival() == Barrier(1)
+    admit(rig)
+    for _ in range(2):
+        while not isinstance(message := rig.receive(DEADLINE_SECONDS), Heartbeat):
+            assert not isinstance(message, Barrier | None)
+    with ThreadPoolExecutor() as pool:
+        reached = pool.submit(rig.lease.barrier)
+        assert rig.await_arrival() == Barrier(1, admitted=2)
+        rig.send(BarrierReply(1, "", admitted=2))
+        reached.result(DEADLINE_SECONDS)
+
+
+def test_a_barrier_that_is_awaited_during_an_admission_fails(rig: Rig) -> None:
+    with ThreadPoolExecutor() as pool:
+        reached = pool.submit(rig.lease.barrier)
+        rig.await_barrier()
+        admit(rig)
+        with pytest.raises(UsageError, match="barrier 1: joining workers were admitted before it ended"):
+            reached.result(DEADLINE_SECONDS)
 
 
 def test_a_worker_that_is_refused_fails_all_that_waits(rig: Rig) -> None:
