@@ -56,14 +56,16 @@ class DistributedDataParallel(torch.nn.Module):
         self.broadcast_buffers = broadcast_buffers
         worker.broadcast_parameters(module.state_dict(), 0)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._optimizer = _Averager(torch.optim.SGD(parameters, lr=0.0), module.named_parameters())
-        self._synchronizes = True
+        self._synchronizes = False
         self._is_awaited = False
         """Whether the averages are awaited at the end of the backward that runs."""
         self._is_synchronized = False
         """Whether the gradients since the last forward that computes any are averages."""
+        # Before the optimizer's hooks: after one that raises, no further hook runs.
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(weakly(self._await_end))  # type: ignore[no-untyped-call]
+        self._optimizer = _Averager(torch.optim.SGD(parameters, lr=0.0), module.named_parameters())
+        self._synchronizes = True
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         """Raises UsageError. A copy would average gradients on this rank alone, where others have none."""
