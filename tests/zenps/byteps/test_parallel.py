@@ -21,6 +21,8 @@ from tests.worker.sparsify.test_sparsification import make
 from tests.worker.training.test_optimizer import FakeWorld, Full, names_pushed
 from zenps.errors import TensorError, UsageError
 from zenps.worker.process import PROCESS
+from zenps.worker.training.gradients import synchronizer
+from zenps.worker.training.gradients.averages import Averages
 
 INPUTS = torch.ones(1, 2)
 
@@ -90,6 +92,38 @@ def test_forward_drops_what_a_backward_has_pushed_whose_first_push_failed(
     loss.backward()
     assert names_pushed(world, before) == dropped
     assert not any(world.requests[name].options.is_dropped for name in dropped)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(synchronizer, "first_changed"), (Averages, "take")],
+    ids=["before the pushes", "in the wait"],
+)
+@pytest.mark.parametrize("keeps_residuals", [False, True])
+def test_forward_drops_the_step_of_a_backward_whose_end_was_interrupted(
+    owner: object, name: str, keeps_residuals: bool, world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.keeps_residuals = keeps_residuals
+    model = bps.DistributedDataParallel(nn.Linear(2, 2))
+    model(INPUTS).sum().backward()
+    model.zero_grad()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(INPUTS).sum().backward()
+    model.zero_grad()
+    loss = model(INPUTS).sum()
+    assert world.waited == world.pushed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = world.pushed.copy()
+    loss.backward()
+    assert set((world.pushed - before).values()) == {1}
+    assert (world.pushed - before).keys() == names_pushed(world, before).keys()
+    assert world.waited == world.pushed
 
 
 @pytest.mark.parametrize("keeps_residuals", [False, True])
