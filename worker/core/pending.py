@@ -195,7 +195,8 @@ class Pending:
         progress.pulled_bytes += answer.pulled_bytes
         if transfer.absorbs_on == "poller":
             begin = time.perf_counter()
-            following = transfer.on_answer(answer)
+            with outside_inference_mode():  # whoever polls receives answers for all threads
+                following = transfer.on_answer(answer)
             self._restarts += 1
             self._worked_seconds += time.perf_counter() - begin
         else:

@@ -169,25 +169,39 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
     assert pending.wait().tolist() == [0, 1, 2]
 
 
+class Adding(Count):
+    """Writes later answers to the tensor that the first has made."""
+
+    @cached_property
+    def total(self) -> Tensor:
+        return torch.zeros(1)
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        self.total.add_(answer.result.chunk)
+        return ()
+
+    def finish(self) -> Tensor:
+        return self.total
+
+
 def test_a_wait_that_has_begun_in_inference_mode_may_end_outside() -> None:
-    class Adding(Count):
-        @cached_property
-        def total(self) -> Tensor:
-            return torch.zeros(1)
-
-        def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-            self.total.add_(answer.result.chunk)
-            return ()
-
-        def finish(self) -> Tensor:
-            return self.total
-
     def interrupt(_: Pending) -> None:
         raise KeyboardInterrupt
 
     pending = Scripted(Adding(), delivers(1), interrupt, delivers(2, last=True)).pending
     with pytest.raises(KeyboardInterrupt), torch.inference_mode():
         pending.wait()
+    assert pending.wait().tolist() == [3]
+
+
+def test_answers_that_another_thread_receives_in_inference_mode_may_be_followed_by_others() -> None:
+    class Polled(Adding):
+        absorbs_on = "poller"
+
+    pending = begun(make_pending(Polled(), Notifier()))
+    with torch.inference_mode():
+        pending.deliver(answer(1), last=False)
+    pending.deliver(answer(2), last=True)
     assert pending.wait().tolist() == [3]
 
 
