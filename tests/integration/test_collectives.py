@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt
+from zenps.schemes.registry import scheme_names
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -177,8 +178,7 @@ SETTINGS: list[Any] = [
     *(
         pytest.param(settings, marks=pytest.mark.long)
         for settings in (
-            # One of each way of reducing; these tensors are dense.
-            *({"sync.scheme": name} for name in ("omnireduce", "allreduce", "sparcml", "auto")),
+            *({"sync.scheme": name} for name in scheme_names() if name != "zenps"),
             {"sync.levels": 2},
             {"cluster.on_worker_loss": "continue"},
         )

@@ -22,8 +22,8 @@ class DistributedDataParallel(torch.nn.Module):
 
     All ranks construct it at the same point, where they get the parameters and buffers of rank 0. A gradient
     that this rank has not computed counts as zeros, so that ``synchronize()`` need not be called for an
-    unused branch. If a backward raised an error, the next forward, which all ranks must call, throws away
-    what it has pushed.
+    unused branch. If a backward raised an error or was interrupted, the next forward, which all ranks must
+    call, throws away what it has pushed.
 
     Args:
         module: whose parameters are trained; it may have sparse gradients.
@@ -55,15 +55,19 @@ class DistributedDataParallel(torch.nn.Module):
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         worker.broadcast_parameters(module.state_dict(), 0)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._optimizer = _Averager(torch.optim.SGD(parameters, lr=0.0), module.named_parameters())
-        self._synchronizes = True
+        self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._synchronizes = False
         self._is_awaited = False
         """Whether the averages are awaited at the end of the backward that runs."""
+        self._has_open_step = False
+        """Whether a step has begun whose averages have not come and that was not dropped."""
         self._is_synchronized = False
         """Whether the gradients since the last forward that computes any are averages."""
-        for parameter in parameters:
+        # Before the optimizer's hooks: after one that raises, no further hook runs.
+        for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(weakly(self._await_end))  # type: ignore[no-untyped-call]
+        self._optimizer = _Averager(torch.optim.SGD(self._trained, lr=0.0), module.named_parameters())
+        self._synchronizes = True
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         """Raises UsageError. A copy would average gradients on this rank alone, where others have none."""
@@ -102,29 +106,36 @@ class DistributedDataParallel(torch.nn.Module):
     def _await_end(self, _: Tensor) -> None:
         """Makes the end of this backward wait for the averages."""
         if self._synchronizes and not self._is_awaited:
-            self._is_awaited = True
+            self._is_awaited = self._has_open_step = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end_failed(self) -> None:
-        """Ends the step of a backward that has raised: autograd has then dropped the queued ``_end``."""
-        if not self._is_awaited:
+        """Drops the step of a backward that has raised or was interrupted; leaves gradients as they are."""
+        if not self._has_open_step:
             return
         self._is_awaited = False
-        self._drop_step()
+        gradients = [parameter.grad for parameter in self._trained]
+        try:
+            self._drop_step()
+        finally:  # an interrupted wait has gone on; the script does not expect its averages any more
+            for parameter, gradient in zip(self._trained, gradients, strict=True):
+                parameter.grad = gradient
 
     def _drop_step(self) -> None:
         try:
             self._optimizer.drop_step()
         except UsageError:  # warns once of what residuals lose with the failed step
             self._optimizer.drop_step()
+        self._has_open_step = False
 
     def _end(self) -> None:
-        self._is_awaited, self._is_synchronized = False, True
+        self._is_awaited, self._is_synchronized, self._has_open_step = False, True, True
         try:
             self._optimizer.synchronize()
         except ZenPSError:
             self._drop_step()  # because the script has no call for it, and other ranks wait for the gradients
             raise
+        self._has_open_step = False
 
 
 class _Averager(worker.DistributedOptimizer):

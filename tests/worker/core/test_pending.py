@@ -169,25 +169,39 @@ def test_a_wait_that_was_interrupted_goes_on_where_it_was() -> None:
     assert pending.wait().tolist() == [0, 1, 2]
 
 
+class Adding(Count):
+    """Writes later answers to the tensor that the first has made."""
+
+    @cached_property
+    def total(self) -> Tensor:
+        return torch.zeros(1)
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        self.total.add_(answer.result.chunk)
+        return ()
+
+    def finish(self) -> Tensor:
+        return self.total
+
+
 def test_a_wait_that_has_begun_in_inference_mode_may_end_outside() -> None:
-    class Adding(Count):
-        @cached_property
-        def total(self) -> Tensor:
-            return torch.zeros(1)
-
-        def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
-            self.total.add_(answer.result.chunk)
-            return ()
-
-        def finish(self) -> Tensor:
-            return self.total
-
     def interrupt(_: Pending) -> None:
         raise KeyboardInterrupt
 
     pending = Scripted(Adding(), delivers(1), interrupt, delivers(2, last=True)).pending
     with pytest.raises(KeyboardInterrupt), torch.inference_mode():
         pending.wait()
+    assert pending.wait().tolist() == [3]
+
+
+def test_answers_that_another_thread_receives_in_inference_mode_may_be_followed_by_others() -> None:
+    class Polled(Adding):
+        absorbs_on = "poller"
+
+    pending = begun(make_pending(Polled(), Notifier()))
+    with torch.inference_mode():
+        pending.deliver(answer(1), last=False)
+    pending.deliver(answer(2), last=True)
     assert pending.wait().tolist() == [3]
 
 
@@ -607,24 +621,53 @@ def test_an_error_that_is_brought_is_raised_by_every_wait(notifier: Notifier) ->
         pending.wait()
 
 
+class Unfinished(SuppliedTransfer):
+    """A device lacks memory for its result."""
+
+    def finish(self) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("end", ["brought", "raised"])
 @pytest.mark.parametrize("wait", [Pending.wait, zps.synchronize])
 def test_who_drops_a_handle_and_its_error_keeps_nothing(
-    wait: Callable[[Pending], Tensor], notifier: Notifier
+    wait: Callable[[Pending], Tensor], end: str, notifier: Notifier
 ) -> None:
-    transfer = SuppliedTransfer()
+    transfer = Unfinished()
     is_kept, pending = weakref.ref(transfer), make_pending(transfer, notifier)
     del transfer
-    pending.fail(DeadlineError("gone"))
+    if end == "brought":
+        pending.fail(DeadlineError("gone"))
+    else:
+        pending.complete(torch.ones(3))
     gc.disable()
     try:
         for _ in range(2):
-            with contextlib.suppress(DeadlineError):
+            with contextlib.suppress(DeadlineError, TensorError):
                 wait(pending)
         assert is_kept() is not None
         del pending
         assert is_kept() is None
     finally:
         gc.enable()
+
+
+def test_a_generator_that_has_caught_an_error_of_several_rounds_goes_on(notifier: Notifier) -> None:
+    error, rounds = DeadlineError("gone"), [make_pending(SuppliedTransfer(), notifier) for _ in range(2)]
+    for pending in rounds:
+        pending.fail(error)
+
+    def catch() -> Iterator[str]:
+        with contextlib.suppress(DeadlineError):
+            rounds[0].wait()
+        yield "caught"
+        yield "goes on"
+
+    steps = catch()
+    assert next(steps) == "caught"
+    with pytest.raises(DeadlineError):
+        rounds[1].wait()
+    assert next(steps) == "goes on"
 
 
 def test_of_results_and_errors_the_first_counts(notifier: Notifier) -> None:

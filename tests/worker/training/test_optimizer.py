@@ -240,6 +240,26 @@ def test_a_device_without_memory_leaves_no_round_in_flight(
     assert world.waited == world.pushed
 
 
+def test_who_drops_the_error_of_a_step_keeps_nothing_of_it(
+    world: FakeWorld, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, optimizer = Full(monkeypatch, "fused"), wrap(model)
+    with optimizer.no_sync():  # so that step() pushes all
+        model.loss().backward()
+    assert isinstance(optimizer._consistency, GradientSynchronizer)
+    kept: list[weakref.ref[Any]] = [weakref.ref(optimizer._consistency._pushes.averages)]
+    full.is_full = True
+    gc.disable()
+    try:
+        try:
+            optimizer.step()
+        except TensorError as error:
+            kept.append(weakref.ref(error))
+        assert [each() for each in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_after_a_step_that_failed_a_bucket_waits_for_all_its_gradients_again(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,9 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zenps.byteps as bps
 from tests.worker.sparsify.test_sparsification import make
-from tests.worker.training.test_optimizer import FakeWorld, names_pushed
-from zenps.errors import UsageError
+from tests.worker.training.test_optimizer import FakeWorld, Full, names_pushed
+from zenps.errors import TensorError, UsageError
 from zenps.worker.process import PROCESS
+from zenps.worker.training.gradients import synchronizer
+from zenps.worker.training.gradients.averages import Averages
 
 INPUTS = torch.ones(1, 2)
 
@@ -68,6 +70,60 @@ def test_backward_averages_again_after_one_that_failed(
             assert set(names_pushed(world, before).values()) == {1}
             assert world.waited == world.pushed
             model.zero_grad()
+
+
+def test_forward_drops_what_a_backward_has_pushed_whose_first_push_failed(
+    world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(world, "bucket_bytes", 1)  # each gradient by itself
+    model, full = bps.DistributedDataParallel(nn.Linear(2, 2)), Full(monkeypatch, "fused")
+    model(INPUTS).sum().backward()
+    model.zero_grad()
+    before, full.is_full = world.pushed.copy(), True
+    with pytest.raises(TensorError, match="out of memory"):
+        model(INPUTS).sum().backward()
+    model.zero_grad()
+    loss = model(INPUTS).sum()
+    dropped = names_pushed(world, before)
+    assert sorted(dropped.values()) == [1, 1]
+    assert all(world.requests[name].options.is_dropped for name in dropped)
+    assert world.waited == world.pushed
+    before = world.pushed.copy()
+    loss.backward()
+    assert names_pushed(world, before) == dropped
+    assert not any(world.requests[name].options.is_dropped for name in dropped)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(synchronizer, "first_changed"), (Averages, "take")],
+    ids=["before the pushes", "in the wait"],
+)
+@pytest.mark.parametrize("keeps_residuals", [False, True])
+def test_forward_drops_the_step_of_a_backward_whose_end_was_interrupted(
+    owner: object, name: str, keeps_residuals: bool, world: FakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.keeps_residuals = keeps_residuals
+    model = bps.DistributedDataParallel(nn.Linear(2, 2))
+    model(INPUTS).sum().backward()
+    model.zero_grad()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(INPUTS).sum().backward()
+    model.zero_grad()
+    loss = model(INPUTS).sum()
+    assert world.waited == world.pushed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    before = world.pushed.copy()
+    loss.backward()
+    assert set((world.pushed - before).values()) == {1}
+    assert (world.pushed - before).keys() == names_pushed(world, before).keys()
+    assert world.waited == world.pushed
 
 
 @pytest.mark.parametrize("keeps_residuals", [False, True])

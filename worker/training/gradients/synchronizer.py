@@ -264,20 +264,20 @@ class GradientSynchronizer(Consistency):
         self._steps.forget_due()
         self._close_step()
         disagreement: ZenPSError | None = None
-        error: ZenPSError | None = None
         try:
             disagreement = self._announce(all_drop)
             self._pushes.push_rest(self.has_run_backward)
             if self._pushes.outdated:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
-            error = device_error("gradients of this step", raised)
+            self._pushes.averages.error = device_error("gradients of this step", raised)
             self._pushes.drop_rest()
         self._pushes.outdated.clear()
         self._passes.end_step()
         if all_drop and disagreement is None:
             self._pushes.drops += 1
-        self._pushes.averages.error = disagreement or error
+        if disagreement is not None:
+            self._pushes.averages.error = disagreement
         self._steps.add(self._pushes.end_step())
         PROCESS.world.statistics.note_staleness(self._steps.later)
 
@@ -286,8 +286,11 @@ class GradientSynchronizer(Consistency):
         newest, due = self._steps.newest, self._steps.due
         self._take(due)
         if newest.error is not None:
-            with self._forgetting():
-                raise newest.error
+            try:
+                with self._forgetting():
+                    raise newest.error
+            finally:
+                del newest, due  # as in Pending.wait: the error refers to this frame
         return due
 
     def _take_delayed(self) -> bool:
