@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -22,7 +20,6 @@ from .transfer import Answer, EncodedTensor, SuppliedTransfer, Transfer, Transfo
 from .waiting import Waiting
 
 NO_REPORT: Final = Report()
-SUSPENDABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 FORKED: Final = (
     "this process is a fork of a worker, such as a DataLoader's, and has none of its connections; call zenps "
@@ -130,10 +127,8 @@ class Pending:
                 assert self._transfer is not None
                 with outside_inference_mode():
                     self._result = self._finish(self._transfer)
-                if isinstance(self._result, Tensor):
+                if isinstance(self._result, Tensor):  # else answers may still come
                     self._transfer = self._pulled = None
-                else:  # the transfer stays, because answers may still come
-                    _clear_frames(self._result)
         if isinstance(self._result, Exception):
             try:
                 raise self._result
@@ -327,17 +322,6 @@ class Pending:
 
     def _has_news(self) -> bool:
         return bool(self._answers) or self.progress.ended
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Clears what the frames of an error, and of its causes, refer to, such as a round and its buffers."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            # To clear a suspended frame would end its coroutine, which has caught the error of another round.
-            if not frame.f_code.co_flags & SUSPENDABLE:
-                with contextlib.suppress(RuntimeError):  # raised if the frame still runs
-                    frame.clear()
-        error = error.__cause__
 
 
 class LeftError(UsageError):
