@@ -60,7 +60,8 @@ class Rerun:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
         environment |= OPTIONS | {"ZENPS_HOST_SANITIZER": sanitizer.value}
         if sanitizer in LIBRARIES:
-            environment["LD_PRELOAD"] = _library(LIBRARIES[sanitizer])
+            # libstdc++, too: a sanitizer looks up at its start what throws, and Python alone brings none.
+            environment["LD_PRELOAD"] = f"{_library(LIBRARIES[sanitizer])} {_library('libstdc++.so.6')}"
         self._process = subprocess.Popen(
             [*_fixed_addresses(), sys.executable, "-m", __name__],
             cwd=ROOT,
