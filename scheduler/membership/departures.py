@@ -48,14 +48,14 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
     job.members.set_state(node, "lost")
     job.stragglers.forget(node.peer)
     node.may_be_elsewhere = not has_ended
-    if job.state == "draining":
-        job.end_if_drained()
-        return _keep_last_server(job)
     silent, lease = now - node.last_heard, job.cluster.lease_seconds
     reason = f"{node.member} is lost: {why or f'silent for {silent:.1f} s, its lease is {lease:g} s'}"
     if node.role == "worker":
         reason += f"; its last step was {node.load.get('step', 0):.0f}; {GONE_ADVICE}"
     sends = to_all(job.members.alive(), Departed(node.member, True, reason))
+    if job.state == "draining":
+        job.end_if_drained()
+        return sends + _keep_last_server(job)
     if was_leaving or job.state in ("failed", "recovering"):
         return sends
     if failure := job.fail_without_quorum(reason):

@@ -217,6 +217,16 @@ def test_a_server_that_is_lost_while_draining_does_not_keep_the_job_from_its_end
     assert (membership.state, membership.failure) == ("stopped", "")
 
 
+def test_a_server_that_is_lost_while_others_wait_for_workers_is_reported() -> None:
+    membership = running(restarts=1)
+    for number in (0, 1):
+        membership.on_message(worker(number), Leave(), 1.0)
+    keep_alive(membership, 9.0, [server(0)])
+    departed = sent(membership.on_tick(1.0 + 1.1 * LEASE_SECONDS), Departed)
+    assert [*departed] == [server(0)]
+    assert (departed[server(0)].member.rank, departed[server(0)].lost) == (1, True)
+
+
 def test_the_last_worker_leaves_while_there_is_no_server() -> None:
     membership = running(workers=1, servers=1)
     lose(membership, server(0), now=20.0)
