@@ -33,6 +33,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         union_skew: the same for the union's rows; None: as ``skew``.
         imbalance: the same ratio for a permuted partition, of the rows that all workers push.
         union_imbalance: the same for the union's rows.
+        element_imbalance, union_element_imbalance: the same if single elements are dealt to servers.
         blocks, union_blocks: the share of blocks of 256 elements that are not all zero, for one worker and in
             the union; None: as if rows were spread at random.
         block_skew, union_block_skew: the skew of these blocks; None: as of rows. It differs where rows lie
@@ -50,6 +51,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
     union_skew: float | None = None
     imbalance: float = 1.0
     union_imbalance: float = 1.0
+    element_imbalance: float = 1.0
+    union_element_imbalance: float = 1.0
     blocks: float | None = None
     union_blocks: float | None = None
     block_skew: float | None = None
@@ -74,14 +77,32 @@ class Tensor(Struct, frozen=True, kw_only=True):
     @property
     def by_element(self) -> Tensor:
         """The same tensor with its elements for rows."""
-        return structs.replace(self, rows=self.rows * self.columns, columns=1)
+        return structs.replace(
+            self,
+            rows=self.rows * self.columns,
+            columns=1,
+            imbalance=self.element_imbalance,
+            union_imbalance=self.union_element_imbalance,
+        )
 
     def permuted(self, links: Links) -> Tensor:
         """The same tensor with the imbalance that is expected over the servers of ``links``."""
-        union = expected_imbalance(links.parts, self.rows, self.union)
-        pushed = expected_imbalance(links.parts, self.rows, self.density, links.workers)
-        # The rows that workers have in common go to the same server, and so do not even out.
-        return structs.replace(self, imbalance=max(pushed, union), union_imbalance=union)
+        pushed, union = self._expected_imbalances(self.rows, links)
+        pushed_elements, union_elements = self._expected_imbalances(self.rows * self.columns, links)
+        return structs.replace(
+            self,
+            imbalance=pushed,
+            union_imbalance=union,
+            element_imbalance=pushed_elements,
+            union_element_imbalance=union_elements,
+        )
+
+    def _expected_imbalances(self, items: int, links: Links) -> tuple[float, float]:
+        """The imbalance of what workers push and of the union, if ``items`` rows or elements are dealt."""
+        union = expected_imbalance(links.parts, items, self.union)
+        pushed = expected_imbalance(links.parts, items, self.density, links.workers)
+        # What workers have in common goes to the same server, and so does not even out.
+        return max(pushed, union), union
 
     @property
     def row_skews(self) -> tuple[float, float]:

@@ -297,6 +297,13 @@ def test_pushes_are_as_even_as_the_rows_of_all_workers(
     assert [tensor.imbalance, tensor.union_imbalance] == pytest.approx(fullest, rel=0.1)
 
 
+def test_elements_of_few_wide_rows_are_dealt_more_evenly_than_the_rows() -> None:
+    tensor = Tensor(rows=4001, columns=64, density=0.014, unions=(0.1,) * 4)
+    wide, narrow = tensor.permuted(links(16)), tensor.by_element.permuted(links(16))
+    assert predict("zen", wide, links(16)) == predict("zen", narrow, links(16))
+    assert wide.imbalance > 1.2 * wide.by_element.imbalance > 1.2
+
+
 @given(parts=st.integers(1, 1024), slot=st.integers(1, 10**6), density=st.floats(1e-9, 1))
 def test_no_server_has_more_rows_than_its_slots(parts: int, slot: int, density: float) -> None:
     assert 1 <= expected_imbalance(parts, slot * SLOTS, density) <= 1 / density

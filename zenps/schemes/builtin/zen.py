@@ -25,7 +25,7 @@ class Zen(Scheme):
         elements = tensor.by_element
         push = elements.coo_bytes(tensor.density)
         pull = elements.rows * (tensor.union * tensor.item_bytes + 1 / 8)
-        return links.served(push, pull, tensor.imbalance, tensor.union_imbalance, streams=False)
+        return links.served(push, pull, elements.imbalance, elements.union_imbalance, streams=False)
 
 
 SCHEME: Final = Zen()
