@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from zenps.config.settings import Config, SyncConfig
+from zenps.config.settings import Config
 from zenps.errors import ConfigError
 from zenps.observe.recording import read
 from zenps.schemes.traffic import Links
@@ -37,7 +37,7 @@ class Request(Struct, frozen=True, kw_only=True):
     counts: list[int]
     links: Links
     ruled_out: dict[str, str]
-    sync: SyncConfig
+    config: Config
     write: Path | None
     plot: Path | None
     json: bool
@@ -75,7 +75,7 @@ class Request(Struct, frozen=True, kw_only=True):
                 latency_seconds=parse_latency(args.plan_latency),
             ),
             ruled_out=excluded,
-            sync=config.sync,
+            config=config,
             write=args.plan_write,
             plot=args.plan_plot,
             json=args.json,
@@ -99,7 +99,7 @@ class Request(Struct, frozen=True, kw_only=True):
 def answer(request: Request, trace: Path) -> None:
     """Plans by ``trace``, prints the plan, and writes the files that ``request`` asks for."""
     found, rare = profiles(read(trace))
-    plan = make_plan(found, request.links, request.counts, rare, request.ruled_out, request.sync)
+    plan = make_plan(found, request.links, request.counts, rare, request.ruled_out, request.config)
     if request.json:
         print(msgspec.json.format(msgspec.json.encode(plan)).decode())
     else:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from zenps.config.settings import SyncConfig
+from zenps.config.settings import Config
 from zenps.errors import listing
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
@@ -20,9 +20,9 @@ from .profile import Profile
 from .sparsified import sparsifier_savings
 from .units import show_bytes, show_seconds
 
-_USUAL: Final = SyncConfig()
+_USUAL: Final = Config()
 
-DEFAULT: Final = _USUAL.scheme
+DEFAULT: Final = _USUAL.sync.scheme
 """Recommended unless another scheme wins by :data:`MARGIN`."""
 
 MARGIN: Final = 1.05
@@ -83,7 +83,7 @@ def make_plan(
     counts: Sequence[int],
     rare: Sequence[str] = (),
     ruled_out: Mapping[str, str] = MappingProxyType({}),
-    sync: SyncConfig = _USUAL,
+    config: Config = _USUAL,
 ) -> Plan:
     """Predicts the cost of each scheme, and recommends one.
 
@@ -93,7 +93,7 @@ def make_plan(
         counts: the numbers of workers for which the plan lists predictions.
         rare: names of tensors that are left out.
         ruled_out: schemes that the plan lists but does not recommend, each with the setting that excludes it.
-        sync: the settings, for the notes.
+        config: the settings, for the notes.
     """
     by_count = {count: _costs(found, links, count) for count in sorted({links.workers, *counts, *DOUBLINGS})}
     possible = {
@@ -127,7 +127,7 @@ def make_plan(
         scheme=choice,
         granule=granule,
         reason=" ".join(_reasons(found, links, possible, choice, granule)),
-        notes=_notes(found, links.workers, rare, ruled_out, sync),
+        notes=_notes(found, links.workers, rare, ruled_out, config),
     )
 
 
@@ -217,10 +217,11 @@ def _notes(
     workers: int,
     rare: Sequence[str],
     ruled_out: Mapping[str, str],
-    sync: SyncConfig,
+    config: Config,
 ) -> list[str]:
     notes = []
-    whole_bytes, sparsified = sparsifier_savings(found, workers, sync.density)
+    sync, least_bytes = config.sync, config.sparsifier.least_bytes
+    whole_bytes, sparsified = sparsifier_savings(found, workers, sync.density, least_bytes)
     if sync.values != "same":
         notes.append(f"sync.values = {sync.values!r} is not counted: values count as gradients have them")
     if sync.sparsifier != "none":

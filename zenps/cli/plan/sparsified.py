@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zenps.config.settings import SparsifierConfig
-
 from .profile import Profile
 
 
 def sparsifier_savings(
-    found: Sequence[Profile], workers: int, density: float
+    found: Sequence[Profile], workers: int, density: float, least_bytes: int
 ) -> tuple[float, dict[str, float]]:
     """Returns what each worker pushes and pulls of large dense gradients in a step: whole, and by sparsifier.
 
@@ -19,11 +17,12 @@ def sparsifier_savings(
         found: the tensors.
         workers: their number.
         density: ``sync.density``.
+        least_bytes: ``sparsifier.least_bytes``.
     """
     large = [
         profile
         for profile in found
-        if not profile.is_sparse and profile.rows * profile.item_bytes >= SparsifierConfig().least_bytes
+        if not profile.is_sparse and profile.rows * profile.item_bytes >= least_bytes
     ]
     sizes = [(profile.rows, profile.item_bytes) for profile in large]
     return sum(2.0 * elements * item_bytes for elements, item_bytes in sizes), {

@@ -17,7 +17,7 @@ from zenps.cli.plan.planner import make_plan
 from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.units import show_bytes
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
-from zenps.config.settings import SyncConfig
+from zenps.config.settings import Config, SyncConfig
 from zenps.config.sources import load
 from zenps.errors import ConfigError
 from zenps.observe.recording import Header, Push
@@ -137,10 +137,11 @@ def test_a_note_says_what_a_sparsifier_would_save(made_up: Any) -> None:
 def test_settings_that_the_plan_does_not_count_are_named(made_up: Any) -> None:
     pushes = made_up(np.full(5000, 0.05), columns=4)
     found, _ = profiles([*pushes, *dense(pushes, 10**6, 10**6)])
-    (note,) = make_plan(found, links(4), COUNTS, sync=SyncConfig(density=0.1)).notes
+    (note,) = make_plan(found, links(4), COUNTS, config=Config(sync=SyncConfig(density=0.1))).notes
     assert note.endswith("at a density of 0.1 (docs/sparsifiers.md)")
     assert "to 2.18 MB with topk" in note
-    assert make_plan(found, links(4), COUNTS, sync=SyncConfig(sparsifier="topk", values="int8")).notes == [
+    others = Config(sync=SyncConfig(sparsifier="topk", values="int8"))
+    assert make_plan(found, links(4), COUNTS, config=others).notes == [
         "sync.values = 'int8' is not counted: values count as gradients have them",
         "sync.sparsifier = 'topk' is not counted: dense gradients count whole",
     ]

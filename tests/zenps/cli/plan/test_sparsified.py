@@ -20,10 +20,11 @@ def profile(rows: int, item_bytes: int = 4, *, is_sparse: bool = False) -> Any:
 
 
 def test_only_large_dense_tensors_count() -> None:
-    assert sparsifier_savings([profile(16_383), profile(10**6, is_sparse=True)], 4, 0.01)[0] == 0
-    whole, moved = sparsifier_savings([profile(16_384), profile(10**6)], 4, 0.01)
+    assert sparsifier_savings([profile(16_383), profile(10**6, is_sparse=True)], 4, 0.01, 1 << 16)[0] == 0
+    whole, moved = sparsifier_savings([profile(16_384), profile(10**6)], 4, 0.01, 1 << 16)
     assert whole == 8 * (16_384 + 10**6)
     assert whole > 20 * moved["topk"] > 20 * moved["exdyna"] > 0
+    assert sparsifier_savings([profile(16_384), profile(10**6)], 4, 0.01, 1 << 20)[0] == 8 * 10**6
 
 
 def test_a_position_takes_its_entropy() -> None:
@@ -35,6 +36,6 @@ def test_a_position_takes_its_entropy() -> None:
 def test_measured_savings_are_near() -> None:
     report = json.loads(RESULTS.read_text())
     measured = {run["way"]: run["bytes_ratio"] for run in report["runs"]}
-    whole, moved = sparsifier_savings([profile(report["elements"])], report["workers"], 0.001)
+    whole, moved = sparsifier_savings([profile(report["elements"])], report["workers"], 0.001, 1 << 16)
     for name, total in moved.items():
         assert whole / total == pytest.approx(measured[name], rel=0.15)
