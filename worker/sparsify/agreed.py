@@ -46,6 +46,8 @@ class Agreed(Transform):
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self._selected = 0
+        self._is_thrown_away = gradient.is_withheld
+        """True if all ranks throw their gradients away, as far as is known: then nothing is learned."""
         self._union = torch.empty(0, dtype=torch.int64, device="cpu")
         self._values: Tensor | None = None
 
@@ -94,7 +96,7 @@ class Agreed(Transform):
         # Exact elements come first, so that each of their runs is quantized by a scale of its own.
         self._union = torch.cat([exact, indices])
         values = self._values = gradient.take(self._union)
-        if not gradient.is_withheld:
+        if not self._is_thrown_away:
             with blaming(sparsifier, "learn or count"):
                 sparsifier.learn(indices, gradient.step)
         counts = gradient.count()
@@ -111,6 +113,9 @@ class Agreed(Transform):
 
     def note_selected(self, total: int) -> None:
         """Notes how many elements all ranks have selected."""
+        # A rank that throws its gradient away selects none. If others have, it learns as they do, or the next
+        # counts, which are summed, would not be of the same thresholds.
+        self._is_thrown_away &= not total
         world = self.gradient.sparsifier.task.world
         self.gradient.statistics.note_selection(self._selected, total / world)
 
@@ -120,7 +125,7 @@ class Agreed(Transform):
 
     def note_counts(self, total: Tensor) -> None:
         """Notes the counts of all ranks for the next step."""
-        if not self.gradient.is_withheld:
+        if not self._is_thrown_away:
             self.gradient.feedback.counts = total if len(total) else None
 
     def undo(self, result: Tensor) -> Tensor:

@@ -37,7 +37,8 @@ class Gradient:
         step: the sparsifier's step of this tensor, with its density.
         statistics: count the elements.
         on_device: True if gradient and residual are on a device. The pushed elements are always on the CPU.
-        is_withheld: True for a gradient that is thrown away: nothing is learned from its exchange.
+        is_withheld: True for a gradient that is thrown away. If those of all ranks are, nothing is learned
+            from their exchange.
     """
 
     on_device: ClassVar[bool] = False
@@ -184,8 +185,8 @@ class Gradient:
 
 class Withheld(Gradient):
     """A gradient that is thrown away, on the CPU: it takes part in the exchange, because other ranks wait for
-    it. Nothing of the gradient or the residual is pushed, and residual and sparsifier stay as they are. It
-    counts as others do, because the counts of all ranks must have one length.
+    it. Nothing of the gradient or the residual is pushed, and the residual stays as it is. Its sparsifier
+    counts and learns as others do, because the counts of all ranks must be of the same thresholds.
     """
 
     is_withheld: ClassVar[bool] = True

@@ -266,6 +266,10 @@ def test_a_rank_that_alone_throws_its_gradient_away_takes_part() -> None:
         assert all(torch.equal(result, results[0]) for result in results[1:])
         after = [rank.residuals.of("layer", SIZE, 1) for rank in job.ranks]
         assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [False, number == 1, False]
+        states = [rank.sparsification.state_dict()["tensors"]["layer"] for rank in job.ranks]
+        for state in states:
+            for learned in ("sparsifier", "counts"):
+                torch.testing.assert_close(state[learned], states[0][learned], rtol=0, atol=0)
 
 
 def test_elements_are_counted() -> None:
