@@ -39,6 +39,8 @@ def shared_settings(config: Config) -> dict[str, str | int | float]:
         "sync.block": config.sync.block,
         "sync.bucket_bytes": config.sync.bucket_bytes,
         "sync.chunk_bytes": chunk_bytes(config),
+        # Chunks must fit the messages of a codec whose size follows the range.
+        "sync.codec": config.sync.codec,
         "sync.consistency": config.sync.consistency,
         "sync.density": config.sync.density,
         "sync.fusion": config.sync.fusion,

@@ -14,7 +14,7 @@ import zenps as zps
 from zenps.config import sizes
 from zenps.config import sources as config_module
 from zenps.config.settings import FIELDS, MIB, PARTITIONS, SPARSIFIERS, Config
-from zenps.config.shared import server_settings, shared_settings
+from zenps.config.shared import differing_settings, server_settings, shared_settings
 from zenps.config.sources import (
     check_partition,
     describe,
@@ -318,6 +318,13 @@ def test_workers_need_the_number_of_workers_where_they_compute_with_it(
 ) -> None:
     config = load(sets=[*sets, "cluster.workers=3"], environ={}).config
     assert shared_settings(config).get("cluster.workers") == (3 if needs_workers else None)
+
+
+def test_codecs_that_cut_tables_otherwise_must_be_equal() -> None:
+    here, there = (
+        shared_settings(load(sets=[f"sync.codec={codec}"], environ={}).config) for codec in ("auto", "bitmap")
+    )
+    assert differing_settings(here, there) == ["sync.codec"]
 
 
 def test_two_chunks_are_no_more_than_half_a_message() -> None:
