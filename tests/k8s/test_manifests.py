@@ -349,6 +349,10 @@ def test_settings_are_ours(file: str, role: str, tmp_path: Path) -> None:
     # Servers that stay between jobs must not hold their nodes.
     stays = jobs(file)[role].get("kind") == "StatefulSet"
     assert (annotations.get("cluster-autoscaler.kubernetes.io/safe-to-evict") == "false") != stays
+    if stays:
+        evicted = annotations["cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"].split(",")
+        volumes = pod(file, role)["spec"]["volumes"]
+        assert {*evicted} == {volume["name"] for volume in volumes if "emptyDir" in volume}
 
 
 @pytest.mark.parametrize("file", FILES)
