@@ -170,7 +170,6 @@ class Pending:
 
     def begin(self) -> Sequence[EncodedTensor]:
         """Returns the first pushes, once the transfer is prepared."""
-        self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         assert self._transfer is not None
         rounds = self._transfer.begin()
         self._rounds = len(rounds)

@@ -55,7 +55,7 @@ class Progress(Struct):
     step: int
     began: float = field(default_factory=time.perf_counter)
     compacted_seconds: float = 0.0
-    """From ``began`` until the tensor was ready to be pushed."""
+    """From ``began`` until the tensor was compacted; on a GPU, until that was enqueued."""
     ended: bool = False
     has_failed: bool = False
     """True if it has ended with an error here; other ranks may have the result."""

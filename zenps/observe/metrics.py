@@ -162,7 +162,8 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.compaction_duration = self._durations(
             "zenps_compaction_duration_seconds",
-            "Time to compact a gradient: summing duplicate rows and sorting them by server.",
+            "Time to compact a gradient: summing duplicate rows and sorting them by server; on a GPU, of the "
+            "launch only.",
         )
         self.scatter_duration = self._durations(
             "zenps_scatter_duration_seconds", "Time to scatter pulled rows into the result."
