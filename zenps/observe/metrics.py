@@ -143,7 +143,8 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.residual_norm = self._gauge(
             "zenps_residual_norm",
-            "Euclidean norm of what this worker has not pushed yet of sparsified gradients.",
+            "Euclidean norm of what this worker has not pushed yet of sparsified gradients. Each gradient's "
+            "is measured when its average arrives, at most every 5 seconds.",
         )
 
     def _add_rounds(self) -> None:
