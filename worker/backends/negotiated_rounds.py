@@ -211,7 +211,6 @@ class NegotiatedRounds(ABC, Generic[R]):
                 return  # it has ended already
             del self._in_flight[round_.name]
         if isinstance(result, ZenPSError):
-            self._session.metrics.rounds.fail()
             round_.pending.fail(result)
         else:
             round_.pending.complete(result)

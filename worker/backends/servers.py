@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -66,6 +67,7 @@ class ServerBackend(Backend):
                 transfer = self._begin_transfer(request, transforms, progress.expected_rows)
                 if span:
                     span.note(rows=transfer.rows_given)
+            progress.compacted_seconds = time.perf_counter() - progress.began
             pending = Pending(name, request.options, transfer, progress, self._waiting, transforms, counted)
             self._queue.submit(pending)
         except BaseException:  # nothing was sent; a name that stays in flight could not be pushed again

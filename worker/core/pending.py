@@ -76,6 +76,8 @@ class Pending:
         self._waiting = waiting
         self._transforms = transforms
         self.counted = counted
+        self._uncounted = [counted]
+        """Empty once statistics have the round's outcome."""
         self._at_end: list[Callable[[], None]] = []
         self._conversions: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._rounds = 0
@@ -129,6 +131,8 @@ class Pending:
                     self._result = self._finish(self._transfer)
                 if isinstance(self._result, Tensor):  # else answers may still come
                     self._transfer = self._pulled = None
+                else:
+                    self._count_failure()
         if isinstance(self._result, Exception):
             try:
                 raise self._result
@@ -170,7 +174,6 @@ class Pending:
 
     def begin(self) -> Sequence[EncodedTensor]:
         """Returns the first pushes, once the transfer is prepared."""
-        self.progress.compacted_seconds = time.perf_counter() - self.progress.began
         assert self._transfer is not None
         rounds = self._transfer.begin()
         self._rounds = len(rounds)
@@ -235,9 +238,22 @@ class Pending:
     def fail(self, error: ZenPSError) -> None:
         """Ends the round with ``error``, unless it has ended already."""
         if not self.progress.ended:
+            self._count_failure()
             self._answers.append(error)
             self.progress.fail()
             self._tell_end()
+
+    def _count_failure(self) -> None:
+        if self._take_uncounted() == "round":
+            self._waiting.statistics.count_failure()
+
+    def _take_uncounted(self) -> Counted:
+        """Returns what statistics have yet to count of the round: nothing once this was called."""
+        # Without a lock: a signal handler of the script may end rounds while its thread counts one.
+        try:
+            return self._uncounted.pop()
+        except IndexError:
+            return "nothing"
 
     # ── on the thread that waits ────────────────────────────────────────────────────────────────
 
@@ -261,7 +277,7 @@ class Pending:
         self._worked_seconds += time.perf_counter() - begin
         self.report = transfer.report(progress)
         seconds = self._waited_seconds, self._worked_seconds
-        waiting.statistics.record(self.report, progress, *seconds, self.counted)
+        waiting.statistics.record(self.report, progress, *seconds, self._take_uncounted())
         return result
 
     def _absorb_all(self, transfer: Transfer) -> Exception | None:

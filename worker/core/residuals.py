@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +16,9 @@ from zenps.errors import TensorError, UsageError
 from zenps.sparsifiers.base import Exchange, Sparsifier
 
 CPU: Final = torch.device("cpu")
+
+NORM_SECONDS: Final = 5.0
+"""How long the norm of a residual counts as known: measuring it again reads the whole residual."""
 
 
 @dataclass
@@ -29,6 +33,7 @@ class Feedback:
         next_step: of the sparsifier.
         added_step: the step whose gradient is whole in the residual, because its push has failed or has yet
             to begin; None if there is none. Another push of this step does not add it again.
+        norm: of the residual, when it was measured last; 0 before that.
     """
 
     residual: Tensor
@@ -37,6 +42,21 @@ class Feedback:
     first_step: int = 0
     next_step: int = 0
     added_step: int | None = None
+    norm: float = 0.0
+    _norm_until: float = 0.0
+
+    @property
+    def is_norm_due(self) -> bool:
+        """True once the norm is to be measured again."""
+        return time.monotonic() >= self._norm_until
+
+    def note_norm(self, norm: Tensor) -> None:
+        """Notes the norm of the residual.
+
+        Args:
+            norm: on the CPU.
+        """
+        self.norm, self._norm_until = float(norm), time.monotonic() + NORM_SECONDS
 
     def state_dict(self) -> dict[str, Any]:
         """Returns everything for a checkpoint, with references to tensors on the CPU and copies of others."""

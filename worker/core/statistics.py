@@ -55,7 +55,7 @@ class Progress(Struct):
     step: int
     began: float = field(default_factory=time.perf_counter)
     compacted_seconds: float = 0.0
-    """From ``began`` until the tensor was ready to be pushed."""
+    """From ``began`` until the tensor was compacted; on a GPU, until that was enqueued."""
     ended: bool = False
     has_failed: bool = False
     """True if it has ended with an error here; other ranks may have the result."""
@@ -104,7 +104,7 @@ nothing."""
 
 
 class Statistics:
-    """Counts finished rounds. Every method may be called from any thread.
+    """Counts rounds that have ended. Every method may be called from any thread.
 
     Args:
         metrics: of this worker.
@@ -163,6 +163,10 @@ class Statistics:
             self._count_imbalance(report.rows_by_server)
         if report.rows is not None:
             self._count_rows(report.rows)
+
+    def count_failure(self) -> None:
+        """Counts a round that has failed."""
+        self._metrics.rounds.fail()
 
     def count_elements(self, *, whole: int, selected: int, union: int) -> None:
         """Counts a sparsified gradient: all its elements, those of this worker's push, and those of any."""

@@ -101,10 +101,15 @@ class DeviceGradient(Gradient):
 
     def spread(self, indices: Tensor, values: Tensor, selected: int) -> Tensor:
         self.note_spread(selected, len(indices))
-        gpu = self.gpu
+        gpu, feedback = self.gpu, self.feedback
+        norm = None
         with self._enqueued(gpu.pulling):
+            if feedback.is_norm_due:
+                norm = gpu.to_host(self.residual.norm())
             total = torch.zeros(len(self.residual), dtype=values.dtype, device=gpu.device)
             total[indices.to(gpu.device)] = values.to(gpu.device)
+        if norm is not None:
+            feedback.note_norm(norm)
         gpu.pulling.hand_over(total)
         return total.view(self.shape)
 

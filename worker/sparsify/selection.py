@@ -170,6 +170,9 @@ class Gradient:
             selected: elements that this rank has selected.
         """
         self.note_spread(selected, len(indices))
+        # A withheld gradient has left the residual as it was, perhaps on a device.
+        if self.feedback.is_norm_due and not self.is_withheld:
+            self.feedback.note_norm(self.residual.norm())
         total = torch.zeros(len(self.residual), dtype=values.dtype, device=values.device)
         total[indices] = values
         return total.view(self.shape)

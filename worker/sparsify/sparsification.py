@@ -147,10 +147,10 @@ class Sparsification:
         return Agreed(gradient) if self.kind.exchange == "agreed" else Sparsified(gradient)
 
     def residual_norm(self) -> float:
-        """Returns the Euclidean norm of all residuals together."""
+        """Returns the Euclidean norm of all residuals together, as measured last. It reads no residual."""
         # A copy, because another thread may add a tensor.
         living = [feedback for each in self._feedback.valuerefs() if (feedback := each()) is not None]
-        return math.hypot(*(float(feedback.residual.norm()) for feedback in living))
+        return math.hypot(*(feedback.norm for feedback in living))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all tensors on this rank. It refers to the residuals."""

@@ -66,7 +66,7 @@ class Channel(Waiter):
         wire: the scheme's form on the wire.
         sharder: reshards rounds; follows each view.
         steps: reset when joining workers are admitted.
-        metrics: for bytes, refusals and failures.
+        metrics: for bytes, refusals and repeated rounds.
         spans: for a timeline.
     """
 
@@ -318,8 +318,6 @@ class Channel(Waiter):
 
     def _fail(self, pending: Pending, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
-        if pending.counted == "round":
-            self._metrics.rounds.fail()
         pending.fail(error)
         for key, (round_, its_pending) in list(self._pending.items()):
             if its_pending is pending:

@@ -143,7 +143,8 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.residual_norm = self._gauge(
             "zenps_residual_norm",
-            "Euclidean norm of what this worker has not pushed yet of sparsified gradients.",
+            "Euclidean norm of what this worker has not pushed yet of sparsified gradients. Each gradient's "
+            "is measured when its average arrives, at most every 5 seconds.",
         )
 
     def _add_rounds(self) -> None:
@@ -162,7 +163,8 @@ class WorkerMetrics(_RoleMetrics):
         )
         self.compaction_duration = self._durations(
             "zenps_compaction_duration_seconds",
-            "Time to compact a gradient: summing duplicate rows and sorting them by server.",
+            "Time to compact a gradient: summing duplicate rows and sorting them by server; on a GPU, of the "
+            "launch only.",
         )
         self.scatter_duration = self._durations(
             "zenps_scatter_duration_seconds", "Time to scatter pulled rows into the result."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import cast
 from unittest.mock import Mock
@@ -24,6 +25,7 @@ from zenps.worker.core.residuals import Residuals
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Counted, Statistics
 from zenps.worker.core.steps import Steps
+from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.encode.sharder import Sharder
 from zenps.worker.sparsify.sparsification import make_sparsification
 from zenps.worker.transport.commands import GiveUpAhead
@@ -40,7 +42,7 @@ def make_backend(sparsifier: str, values: str = "same") -> ServerBackend:
     statistics, scheme = Statistics(metrics), scheme_of("zenps")
     session = SimpleNamespace(
         config=config,
-        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, post=GIVEN_UP),
+        channel=SimpleNamespace(arena=lambda: None, submit=Pending.begin, post=GIVEN_UP, failure=None),
         statistics=statistics,
         metrics=metrics,
         spans=Spans(),
@@ -72,6 +74,25 @@ def test_what_ranks_have_agreed_on_is_sharded_for_what_they_expect() -> None:
 def test_a_gradient_takes_as_many_names_as_it_has_rounds() -> None:
     for sparsifier, names in (("none", 1), ("topk", 1), ("exdyna", 3)):
         assert push(make_backend(sparsifier), gradient(0, SIZE), Residuals()).progress.names == names
+
+
+def test_waiting_for_a_device_is_no_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as such until the script's next call, with all that the device had to do before."""
+
+    class Staged(SuppliedTransfer):
+        is_staged, is_prepared, rows_given = True, False, 0
+
+        def prepared(self) -> bool:
+            return self.is_prepared
+
+    backend, transfer = make_backend("none"), Staged()
+    monkeypatch.setattr(backend._planner, "begin", lambda *_: transfer)
+    progress = backend.begin(Request(torch.ones(3), "layer")).progress
+    compacted_seconds = progress.compacted_seconds
+    assert compacted_seconds > 0
+    transfer.is_prepared = True
+    backend.flush(math.inf)
+    assert progress.compacted_seconds == compacted_seconds
 
 
 def test_what_was_pushed_is_added_again_if_it_is_pushed_again() -> None:

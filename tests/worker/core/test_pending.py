@@ -270,6 +270,70 @@ def test_the_last_answer_is_not_lost_that_comes_between_two_looks() -> None:
     assert pending.wait().tolist() == [0]
 
 
+# ── outcomes ────────────────────────────────────────────────────────────────────────────────────
+
+
+def outcomes(pending: Pending) -> dict[str, float]:
+    (family,) = pending._waiting.statistics._metrics.rounds.collect()
+    return {sample.labels["outcome"]: sample.value for sample in family.samples}
+
+
+def without_answer() -> Pending:
+    return Network({2: None}).pending
+
+
+def not_absorbed() -> Pending:
+    return Scripted(Broken(), delivers(0)).pending
+
+
+def not_finished() -> Pending:
+    class Unfinished(Count):
+        def finish(self) -> Tensor:
+            raise MemoryError
+
+    return Scripted(Unfinished(), delivers(0, last=True)).pending
+
+
+def brought() -> Pending:
+    pending = begun(make_pending(Count(), Notifier()))
+    pending.fail(DeadlineError("gone"))
+    assert outcomes(pending)["failed"] == 1, "whether anybody waits or not"
+    return pending
+
+
+@pytest.mark.parametrize("make", [without_answer, not_absorbed, not_finished, brought])
+def test_a_round_that_fails_is_counted_once(make: Callable[[], Pending]) -> None:
+    pending = make()
+    for _ in range(2):
+        with pytest.raises((ZenPSError, MemoryError)):
+            pending.wait()
+        pending.fail(DeadlineError("gone"))
+        assert outcomes(pending) == {"completed": 0, "failed": 1}
+
+
+@pytest.mark.parametrize("counted", ["rows", "nothing"])
+def test_a_failure_within_another_round_is_not_counted(counted: Counted) -> None:
+    pending = begun(make_pending(Count(), Notifier(), 0.0, counted=counted))
+    with pytest.raises(DeadlineError):
+        pending.wait()
+    assert outcomes(pending) == {"completed": 0, "failed": 0}
+
+
+def test_a_round_that_ends_twice_at_the_same_moment_has_one_outcome() -> None:
+    """One thread supplies the result while another, which has yet to see that, fails the round."""
+
+    class Both(SuppliedTransfer):
+        def finish(self) -> Tensor:
+            pending.progress.ended = False
+            pending.fail(DeadlineError("gone"))
+            return super().finish()
+
+    pending = make_pending(Both(), Notifier())
+    pending.complete(torch.ones(1))
+    assert pending.wait().tolist() == [1]
+    assert outcomes(pending) == {"completed": 0, "failed": 1}
+
+
 # ── restart ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -286,8 +286,9 @@ def test_elements_are_counted() -> None:
     assert 1 < max(shares) < 1.5
 
 
-def test_the_norm_of_what_is_left() -> None:
-    job = Job(0)
+@pytest.mark.parametrize("gpu", [None, HostAccelerator()], ids=["cpu", "device"])
+def test_the_norm_of_what_is_left(gpu: Accelerator | None) -> None:
+    job = Job(0, gpu=gpu)
     assert job.ranks[0].sparsification.residual_norm() == 0
     job.step(0, change=False)
     rank = job.ranks[1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,10 +13,11 @@ import torch
 from prometheus_client import CollectorRegistry
 from torch import Tensor
 
+from tests.integration.scraping import scrape
 from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import TensorError, UsageError
-from zenps.observe.metrics import WorkerMetrics
+from zenps.observe.metrics import WorkerMetrics, serve
 from zenps.sparsifiers.base import Above, Sparsifier, Step
 from zenps.worker.core.request import Options, Parts, Request
 from zenps.worker.core.residuals import Residuals
@@ -105,6 +109,55 @@ def test_the_result_is_dense_and_0_where_nobody_pushed() -> None:
     assert torch.equal(result[result != 0], tensor[result != 0])
     stats = sparsification._statistics.stats
     assert (stats.whole_elements, stats.selected_elements, stats.union_elements) == (SIZE, 200, 200)
+
+
+def test_who_reads_metrics_does_not_wait_for_a_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that hangs, for instance. Soon such waits had all threads of the endpoint."""
+    is_measured, may_end, norm = threading.Event(), threading.Event(), Tensor.norm
+
+    def measure(residual: Tensor) -> Tensor:
+        is_measured.set()
+        assert may_end.wait(60)
+        return norm(residual)
+
+    registry, sparsification, tensor = CollectorRegistry(), make(), gradient(0)
+    WorkerMetrics(registry).residual_norm.set_function(sparsification.residual_norm)
+    made = transform(sparsification, tensor, 0, options(residuals := Residuals()))
+    sent = made.apply(tensor)
+    monkeypatch.setattr(Tensor, "norm", measure)
+    exporter = serve(registry, "127.0.0.1", 0)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            undone = pool.submit(made.undo, sent)
+            try:
+                assert "\nzenps_residual_norm 0.0\n" in scrape(exporter.address)
+                assert is_measured.wait(30)
+                assert "\nzenps_residual_norm 0.0\n" in scrape(exporter.address)
+            finally:
+                may_end.set()
+            undone.result(30)
+        (line,) = re.findall(r"\nzenps_residual_norm (.*)\n", scrape(exporter.address))
+    finally:
+        exporter.close()
+    assert float(line) == pytest.approx(float(norm(residuals.of("layer", SIZE, 1))))
+
+
+def test_a_norm_is_measured_at_most_every_5_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, measured, norm = [100.0], list[Tensor](), Tensor.norm
+
+    def measure(residual: Tensor) -> Tensor:
+        measured.append(residual)
+        return norm(residual)
+
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(Tensor, "norm", measure)
+    sparsification, residuals, tensor = make(), Residuals(), gradient(0)
+    for step, (now, times) in enumerate([(100.0, 1), (104.9, 1), (105.0, 2), (109.9, 2), (200.0, 3)]):
+        clock[0] = now
+        made = transform(sparsification, tensor, step, options(residuals))
+        made.undo(made.apply(tensor))
+        assert sparsification.residual_norm() == sparsification.residual_norm() > 0
+        assert len(measured) == times
 
 
 def test_exact_ranges_are_pushed_whole() -> None:

@@ -125,8 +125,10 @@ def pending_of(
     step: int = 0,
     seconds: float = 1.0,
     counted: Counted = "round",
+    metrics: WorkerMetrics | None = None,
 ) -> Pending:
-    waiting = Waiting(channel, seconds, Statistics(WorkerMetrics(CollectorRegistry())), Spans())
+    metrics = metrics or WorkerMetrics(CollectorRegistry())
+    waiting = Waiting(channel, seconds, Statistics(metrics), Spans())
     return Pending(name, Options(), transfer, Progress(step), waiting, counted=counted)
 
 
@@ -364,7 +366,7 @@ def test_of_rounds_within_others_failures_are_not_counted_either(
     channel: Channel, metrics: WorkerMetrics, counted: Counted, failed: int
 ) -> None:
     channel.post(PeerLostError("worker 1 is lost"))
-    channel.submit(pending_of(channel, Given(whole("t", 1)), counted=counted))
+    channel.submit(pending_of(channel, Given(whole("t", 1)), counted=counted, metrics=metrics))
     (family,) = metrics.rounds.collect()
     assert {sample.labels["outcome"]: sample.value for sample in family.samples} == {
         "completed": 0,

@@ -91,7 +91,8 @@ class Queue:
     """A queue before a channel that pushes nothing."""
 
     def __init__(self) -> None:
-        metrics = WorkerMetrics(CollectorRegistry())
+        self.registry = CollectorRegistry()
+        metrics = WorkerMetrics(self.registry)
         self.steps = Steps(metrics.steps)
         self.channel = Submitted()
         self.queue = SubmitQueue(self.channel, self.steps, Spans())
@@ -100,6 +101,10 @@ class Queue:
     @property
     def pushed(self) -> list[str]:
         return self.channel.names
+
+    @property
+    def failed(self) -> float | None:
+        return self.registry.get_sample_value("zenps_rounds_total", {"outcome": "failed"})
 
     def submit(self, name: str, transfer: Transfer) -> Pending:
         pending = Pending(name, Options(), transfer, self.steps.begin(name, 1), self._waiting)
@@ -167,6 +172,7 @@ def test_a_tensor_that_fails_does_not_hold_up_the_next(queue: Queue) -> None:
     with pytest.raises(TensorError) as raised:
         failed.wait()
     assert raised.value is error
+    assert queue.failed == 1
     assert queue.steps.begin("bad", 1).step == 0, "nothing was pushed under its name"
 
 
@@ -235,6 +241,7 @@ def test_once_the_job_is_lost_no_tensor_waits_for_its_device(queue: Queue) -> No
     with pytest.raises(PeerLostError) as raised:
         pending.wait()
     assert raised.value is lost
+    assert queue.failed == 1
 
 
 def test_two_threads_push_a_tensor_once(queue: Queue) -> None:

@@ -59,7 +59,8 @@ class Averager(GroupAverager):
     def __init__(
         self, group: Group, seconds: float = DEADLINE_SECONDS, loss: ZenPSError | None = None
     ) -> None:
-        self.lease, self.metrics = Held(loss), WorkerMetrics(CollectorRegistry())
+        self.registry = CollectorRegistry()
+        self.lease, self.metrics = Held(loss), WorkerMetrics(self.registry)
         self.statistics = Statistics(self.metrics)
         config = load(sets=["cluster.workers=2", f"cluster.deadline_seconds={seconds}"], environ={}).config
         session = Session(config, self.lease, Silent(), self.statistics, self.metrics, Spans())
@@ -118,9 +119,10 @@ def test_models_of_other_steps_end_the_job() -> None:
 def test_a_rank_that_comes_too_late_is_named_and_waited_for_no_more(unanswered: Unanswered) -> None:
     averager = Averager(unanswered, seconds=0.2)
     late = r"model 'a', step 3: not averaged with rank\(s\) 1: .* 0.2 s; .*; see their logs"
-    for step in (3, 4):
+    for failed, step in enumerate((3, 4), start=1):
         with pytest.raises(DeadlineError, match=late):
             averager.average("a", step, [torch.ones(3)])
+        assert averager.registry.get_sample_value("zenps_rounds_total", {"outcome": "failed"}) == failed
         assert unanswered.aborted.is_set()
         assert averager.lease.wait_sources[0]() is None
     averager.close()
