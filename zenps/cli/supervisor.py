@@ -288,20 +288,21 @@ class Supervisor:
         """Returns the process that caused the failure of ``failed``, as far as it is known at ``until``.
 
         A script that fails leaves the cluster first. The other workers then fail at once, while its
-        interpreter may take a second to end. So the cause is the worker that left first. Workers of an
-        elastic job do not fail because another has left.
+        interpreter may take a second to end. So the cause is the worker that left first, of those that do
+        not end with 0. Workers of an elastic job do not fail because another has left.
         """
         is_asked = failed.is_worker and not self._config.cluster.is_elastic
         status = self._status() if is_asked else None
-        left = [node for node in status.nodes if node.state == "left"] if status is not None else []
-        if not left:
-            return failed
+        nodes = () if status is None else status.nodes
+        left = [node for node in nodes if (node.role, node.state) == ("worker", "left")]
         # The last message of a node that left says that it leaves.
-        first = max(left, key=lambda node: node.silent_seconds)
-        cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
-        while not cause.has_ended() and self._code is None and time.monotonic() < until:
-            self._read(0.05)
-        return cause if cause.exit_code else failed
+        for node in sorted(left, key=lambda node: node.silent_seconds, reverse=True):
+            cause = next((p for p in self._processes if p.name == f"worker {node.rank}"), failed)
+            while not cause.has_ended() and self._code is None and time.monotonic() < until:
+                self._read(0.05)
+            if cause.exit_code:
+                return cause
+        return failed
 
     def _status(self) -> Status | None:
         """Asks the scheduler for the status. None if it has ended, does not answer, or refuses our key."""

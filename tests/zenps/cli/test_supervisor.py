@@ -122,6 +122,17 @@ def test_the_worker_that_left_first_is_the_cause(failing: Any, first: int) -> No
     assert failing._code == 7
 
 
+def test_a_worker_that_ended_well_is_not_the_cause(failing: Any) -> None:
+    """The next that left is: it ends with 7, after the last one, which failed because of it."""
+    settling = failing._processes[0]
+    failing._processes.append(Program("worker 2", failing.clock))
+    end(failing, "worker 2", 0)
+    failing.left = [node_of(2, "left", 99.0), node_of(0, "left", 1.0), node_of(1, "left", 0.5)]
+    failing._read = lambda seconds: failing.clock.wait(seconds) or (seconds == 0.05 and settling.end(7))
+    end(failing, "worker 1", 1)
+    assert failing._code == 7
+
+
 def test_ctrl_c_while_a_worker_settles_has_its_grace(failing: Any) -> None:
     settling, failed = failing._processes
     failed.end(1)
@@ -392,6 +403,19 @@ def test_a_job_ends_with_its_last_server(whole: Any) -> None:
     assert whole._code is None
     end(whole, "server 0", 137)
     assert whole._code == 137
+
+
+@pytest.mark.parametrize("code", [143, 0])
+def test_a_server_that_left_long_ago_is_not_the_cause(whole: Any, code: int) -> None:
+    """It was told to end, or drained, and the job went on; later a worker fails because another has left."""
+    whole._processes.append(Program("worker 1", whole.clock))
+    end(whole, "server 1", code)
+    assert whole._code is None
+    whole.left = [node_of(1, "left", 99.0, "server"), node_of(0, "left", 1.0)]
+    settling = whole._processes[3]
+    whole._read = lambda seconds: whole.clock.wait(seconds) or (seconds == 0.05 and settling.end(7))
+    end(whole, "worker 1", 1)
+    assert whole._code == 7
 
 
 @pytest.mark.parametrize("answers", [False, True])
