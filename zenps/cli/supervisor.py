@@ -97,8 +97,12 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, lambda: bool(os.read(fd, 4096)))
 
     def on_signal(self, number: int) -> None:
-        """A signal asks for the end of the job. The first leaves processes the grace, the second does not."""
-        self._end(SIGNALLED + number)
+        """A signal asks for the end of the job. Processes have the grace until a second Ctrl-C.
+
+        Others come more than once: from the shell and the kernel if a terminal is closed, or from systemd.
+        """
+        if number == signal.SIGINT or signal.SIGTERM in self._signals:
+            self._end(SIGNALLED + number)
 
     # ── starting ────────────────────────────────────────────────────────────────────────────────
 

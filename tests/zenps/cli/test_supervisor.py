@@ -482,6 +482,19 @@ def test_whatever_does_not_end_is_told_and_then_killed(whole: Any) -> None:
     assert whole._grace_ends == float("inf")
 
 
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_only_a_second_ctrl_c_ends_the_grace(
+    whole: Any, first: signal.Signals, second: signal.Signals
+) -> None:
+    """Who closes a terminal or a systemd scope sends SIGHUP twice, or SIGTERM and SIGHUP in either order."""
+    whole.on_signal(first)
+    whole.on_signal(second)
+    for process in whole._processes:
+        assert (signal.SIGKILL in process.signals) == (second == signal.SIGINT)
+    assert whole._code == 128 + first
+
+
 def test_a_process_is_over_only_once_its_end_was_noticed() -> None:
     """The supervisor handles the end of a process once :meth:`Process.has_ended` finds it, and only then."""
     guard: Any = SimpleNamespace(report=lambda line: None)
