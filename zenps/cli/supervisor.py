@@ -16,6 +16,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
+from zenps.termination import held_signals
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
@@ -96,13 +97,16 @@ class Supervisor:
         """Begins a turn also when ``fd`` can be read."""
         self._selector.register(fd, selectors.EVENT_READ, lambda: bool(os.read(fd, 4096)))
 
+    @held_signals()
     def on_signal(self, number: int) -> None:
         """A signal asks for the end of the job. Processes have the grace until a second Ctrl-C.
 
         Others come more than once: from the shell and the kernel if a terminal is closed, or from systemd.
         """
-        if number == signal.SIGINT or signal.SIGTERM in self._signals:
+        if self._code is None:
             self._end(SIGNALLED + number)
+        elif number == signal.SIGINT or signal.SIGTERM in self._signals:
+            self._send_next_signal()
 
     # ── starting ────────────────────────────────────────────────────────────────────────────────
 
@@ -140,12 +144,13 @@ class Supervisor:
         except OSError as error:
             self._say(f"{name} cannot be started: {program.command[0]}: {error.strerror}")
             return self._end(CANNOT_START)
-        self._processes.append(process)
+        with held_signals():
+            self._processes.append(process)
+            if self._code is not None:  # a signal came while it started
+                process.signal(signal.SIGTERM if self._signals else signal.SIGKILL)
         for pipe in process.pipes:
             is_live = columns is not None
             self._pass_on(pipe, Lines(self._output, name, is_stderr=pipe.is_stderr, is_live=is_live))
-        if self._code is not None:  # a signal came while it started
-            process.signal(signal.SIGTERM)
 
     def _pass_on(self, pipe: Pipe, lines: Lines) -> None:
         def read() -> bool:
@@ -172,9 +177,9 @@ class Supervisor:
         if not self._left():
             self._read_remaining_output()
         if time.monotonic() >= self._grace_ends:
-            left, number = ", ".join(self._left()), self._signals[0].name
-            self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number}")
-            self._send_next_signal()
+            left = ", ".join(self._left())
+            if number := self._send_next_signal():
+                self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number.name}")
 
     def _read(self, wait_seconds: float) -> bool:
         """Reads once from every pipe with output, after at most ``wait_seconds``. False if there is none."""
@@ -343,19 +348,24 @@ class Supervisor:
 
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
 
+    @held_signals()
     def _end(self, code: int, began: float | None = None) -> None:
-        """Ends the job with ``code``, unless its code is decided. Signal handlers also call this."""
+        """Ends the job with ``code``, unless its code is decided."""
         if self._code is None:
             self._code = code
-        self._send_next_signal(began)
+            self._send_next_signal(began)
 
-    def _send_next_signal(self, began: float | None = None) -> None:
+    @held_signals()
+    def _send_next_signal(self, began: float | None = None) -> signal.Signals | None:
         """Sends SIGTERM, or SIGKILL the next time, to all processes that have not ended.
 
         The grace is between the two. It begins at ``began``, or now if that is None.
+
+        Returns:
+            What was sent. None: nothing, because both have been.
         """
         if not self._signals:
-            return
+            return None
         number = self._signals.pop(0)
         began = time.monotonic() if began is None else began
         self._grace_ends = began + GRACE_SECONDS if self._signals else float("inf")
@@ -364,6 +374,7 @@ class Supervisor:
         for process in reversed(self._processes):
             process.signal(number)
             process.signal(signal.SIGCONT)  # a stopped process would not handle the signal
+        return number
 
     def _running(self, role: str = "") -> list[str]:
         """Returns the names of the processes that have not ended, of one role or of all."""

@@ -321,6 +321,17 @@ def test_a_process_that_was_about_to_start_when_a_signal_came_is_told(starting: 
     assert {*process.signals} == {signal.SIGTERM}
 
 
+def test_a_process_that_was_about_to_start_when_a_second_ctrl_c_came_is_killed(starting: Any) -> None:
+    def interrupt_twice() -> None:
+        starting.on_signal(signal.SIGINT)
+        starting.on_signal(signal.SIGINT)
+
+    starting.meanwhile = interrupt_twice
+    starting._start("worker 0")
+    (process,) = starting._processes
+    assert {*process.signals} == {signal.SIGKILL}
+
+
 def test_a_program_that_cannot_be_started_ends_the_job(starting: Any) -> None:
     def fail() -> None:
         raise FileNotFoundError(2, "No such file or directory")
@@ -331,6 +342,20 @@ def test_a_program_that_cannot_be_started_ends_the_job(starting: Any) -> None:
     assert starting.said == ["worker 1 cannot be started: train: No such file or directory"]
     assert starting._code == 126
     assert signal.SIGTERM in starting._processes[0].signals
+
+
+def test_a_program_that_cannot_be_started_leaves_the_others_their_grace(starting: Any) -> None:
+    """A signal came meanwhile, which has told them to end."""
+
+    def interrupt_and_fail() -> None:
+        starting.on_signal(signal.SIGINT)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    starting._start("worker 0")
+    starting.meanwhile = interrupt_and_fail
+    starting._start("worker 1")
+    assert starting._code == 130
+    assert {*starting._processes[0].signals} == {signal.SIGTERM, signal.SIGCONT}
 
 
 def test_all_that_a_process_had_written_is_read_once_it_has_ended(failing: Any) -> None:
@@ -493,6 +518,24 @@ def test_only_a_second_ctrl_c_ends_the_grace(
     for process in whole._processes:
         assert (signal.SIGKILL in process.signals) == (second == signal.SIGINT)
     assert whole._code == 128 + first
+
+
+def test_a_second_ctrl_c_while_the_first_is_handled_comes_after_it(whole: Any) -> None:
+    """A process that gets SIGTERM after SIGKILL may let its group linger for ever."""
+    worker = whole._processes[-1]
+    tell = worker.signal
+
+    def interrupted(number: signal.Signals) -> None:
+        worker.signal = tell
+        signal.raise_signal(signal.SIGINT)
+        tell(number)
+
+    worker.signal = interrupted
+    with processes.handled_signals(whole.on_signal):
+        signal.raise_signal(signal.SIGINT)
+    for process in whole._processes:
+        assert [*process.signals] == [signal.SIGTERM, signal.SIGCONT, signal.SIGKILL]
+    assert whole._grace_ends == float("inf")
 
 
 def test_a_process_is_over_only_once_its_end_was_noticed() -> None:
