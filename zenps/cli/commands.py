@@ -170,9 +170,14 @@ def _worker(args: argparse.Namespace) -> int:
     require_cluster(loaded)
     _require_command(args.command)
     load_keys(loaded.config.security, "worker", rank_from_environment())
+    environment = _environment(args, loaded)
+    # Python ignores these signals. CMD would inherit that, unlike one that a shell or launch starts.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
     try:
-        os.execvpe(args.command[0], args.command, _environment(args, loaded))
+        os.execvpe(args.command[0], args.command, environment)
     except OSError as error:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         print(f"zenps: {args.command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return CANNOT_START
 

@@ -330,6 +330,13 @@ def test_worker_passes_settings_on(zenps: Any, tmp_path: Path) -> None:
     assert found["sync.seed"][1] == "default"
 
 
+def test_worker_s_command_may_be_ended_by_a_pipe_that_nobody_reads(zenps: Any) -> None:
+    """Python ignores the signal that tells of it, and a command inherits what is ignored."""
+    done = zenps("worker", "--", "grep", "SigIgn", "/proc/self/status")
+    ignored = int(done.stdout.split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
+
+
 def test_worker_ends_as_its_command(zenps: Any) -> None:
     assert zenps("worker", "--", "sh", "-c", "exit 7").returncode == 7
 
