@@ -261,10 +261,11 @@ def test_config_json(zenps: Any) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_reader_that_leaves_is_no_error(zenps: Any, unbuffered: str) -> None:
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_reader_that_leaves_is_no_error(zenps: Any, options: list[str], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    popen = zenps.start("config", "--json", stdout=writer, env={"PYTHONUNBUFFERED": unbuffered})
+    popen = zenps.start("config", *options, stdout=writer, env={"PYTHONUNBUFFERED": unbuffered})
     os.close(writer)
     _, err = popen.communicate(timeout=60)
     assert err == ""
