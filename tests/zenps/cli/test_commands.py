@@ -420,9 +420,10 @@ def test_taken_port_is_refused(zenps: Any) -> None:
         assert_refused(zenps("scheduler", "--set", f"cluster.scheduler={address}"), address)
 
 
-def test_descriptor_that_is_not_open_is_refused(zenps: Any) -> None:
-    done = zenps("scheduler", "--print-address", "77")
-    assert_refused(done, "--print-address", "77")
+@pytest.mark.parametrize("descriptor", ["77", str(1 << 32)])
+def test_descriptor_that_is_not_open_is_refused(zenps: Any, descriptor: str) -> None:
+    done = zenps("scheduler", "--print-address", descriptor)
+    assert_refused(done, "--print-address", descriptor)
 
 
 def test_trace_merges_parts(zenps: Any, tmp_path: Path) -> None:
