@@ -108,7 +108,11 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
     """
     environment = dict(os.environ)
     if args.config is not None:
-        environment["ZENPS_CONFIG"] = str(args.config.resolve())
+        file = args.config.resolve()
+        # A pipe without a name, as of <(...), resolves to a file that does not exist.
+        if file.is_fifo() or not file.exists():
+            raise ConfigError("--config", str(args.config), "a file that can be read again, not a pipe")
+        environment["ZENPS_CONFIG"] = str(file)
     for setting in describe(loaded):
         if setting.source == "--set":
             environment["ZENPS_" + setting.name.replace(".", "_").upper()] = str(setting.value)

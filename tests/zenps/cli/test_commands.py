@@ -88,6 +88,21 @@ def test_missing_file_is_refused(zenps: Any) -> None:
     assert_refused(zenps("config", "--config", "nowhere.toml"), "nowhere.toml")
 
 
+@pytest.mark.parametrize("subcommand", ["launch", "worker"])
+def test_a_file_that_cannot_be_read_again_is_refused(zenps: Any, subcommand: str) -> None:
+    """The processes that are started would find it empty, or wait for its writer."""
+    reader, writer = os.pipe()
+    os.write(writer, b"[sync]\ngranule = 64\n")
+    os.close(writer)
+    file = f"/dev/fd/{reader}"
+    assert_refused(zenps(subcommand, "--config", file, "--", "true", pass_fds=[reader]), "--config", file)
+    os.close(reader)
+
+
+def test_no_settings_of_a_file(zenps: Any) -> None:
+    assert zenps("worker", "--config", "/dev/null", "--", "true").returncode == 0
+
+
 def test_number_of_workers_is_checked(zenps: Any) -> None:
     assert_refused(
         zenps("launch", "--workers", "0", "--", "true"), "cluster.workers", "'0'", "from 1 to 4096"
