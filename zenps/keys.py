@@ -13,15 +13,13 @@ A key is 32 bytes, written in 40 characters of Z85 (https://rfc.zeromq.org/spec/
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
-import signal
 import stat
 import struct
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,6 +30,7 @@ from zmq.utils import z85
 
 from zenps.config.settings import SecurityConfig
 from zenps.errors import ConfigError
+from zenps.termination import held_signals
 
 logger = logging.getLogger("zenps.security")
 
@@ -266,11 +265,11 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
         for name in new:
             public, secret = zmq.curve_keypair()
             what = f'# Whoever has this file is {name}.\nsecret = "{secret.decode()}"\n'
-            with _held_signals():
+            with held_signals():
                 made.append(_create(directory / f"{name}.secret", what))
             text += f'{name} = "{public.decode()}"\n'
         if new:
-            with _held_signals():
+            with held_signals():
                 made.append(_create(directory / f"{LIST_NAME}.new", text))
                 made[-1].replace(file)  # atomic: readers see the old list or the new one
                 made.clear()  # a listed node keeps its secret, whatever comes now
@@ -300,16 +299,6 @@ def _make_private(directory: Path) -> None:
             raise ConfigError("DIR", str(directory), allowed) from None
     else:
         directory.chmod(0o700)
-
-
-@contextlib.contextmanager
-def _held_signals() -> Iterator[None]:
-    """Holds back signals that would end this process after a file was made and before that is noted."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _create(path: Path, text: str) -> Path:

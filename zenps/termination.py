@@ -6,8 +6,14 @@ the handler also notes the signal, and the roles' loops look whether one has com
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
+from typing import Final
+
+ASK_TO_END: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a process to end."""
 
 
 class Termination:
@@ -46,3 +52,13 @@ class Termination:
 
 
 TERMINATION = Termination()
+
+
+@contextlib.contextmanager
+def held_signals() -> Iterator[None]:
+    """Holds back the signals that ask this process to end, so that none acts between two steps."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_END)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -108,7 +108,11 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
     """
     environment = dict(os.environ)
     if args.config is not None:
-        environment["ZENPS_CONFIG"] = str(args.config.resolve())
+        file = args.config.resolve()
+        # A pipe without a name, as of <(...), resolves to a file that does not exist.
+        if file.is_fifo() or not file.exists():
+            raise ConfigError("--config", str(args.config), "a file that can be read again, not a pipe")
+        environment["ZENPS_CONFIG"] = str(file)
     for setting in describe(loaded):
         if setting.source == "--set":
             environment["ZENPS_" + setting.name.replace(".", "_").upper()] = str(setting.value)
@@ -170,9 +174,14 @@ def _worker(args: argparse.Namespace) -> int:
     require_cluster(loaded)
     _require_command(args.command)
     load_keys(loaded.config.security, "worker", rank_from_environment())
+    environment = _environment(args, loaded)
+    # Python ignores these signals. CMD would inherit that, unlike one that a shell or launch starts.
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
     try:
-        os.execvpe(args.command[0], args.command, _environment(args, loaded))
+        os.execvpe(args.command[0], args.command, environment)
     except OSError as error:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         print(f"zenps: {args.command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return CANNOT_START
 

@@ -26,7 +26,8 @@ def environments(
 
     Args:
         config: the settings of the cluster. The first process has its fixed ports, the next ones those after.
-        base: variables of all processes; settings in it must give ``config``.
+        base: variables of all processes; settings in it must give ``config``. Those of an agent of torchrun,
+            which does not run these workers, are left out.
         torchrun_env: workers have the variables that torchrun sets. Otherwise they have none of these, also
             none that are in ``base``.
 
@@ -41,6 +42,8 @@ def environments(
     own_cores = str(max(1, cores // (cluster.workers + cluster.servers)))
     # A process knows the workers of its host, but not the servers.
     threads = {} if config.kernels.threads else {"ZENPS_KERNELS_THREADS": own_cores}
+    # The store would be that of the agent, and workers would wait to be started again.
+    inherited = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     common = {
         # torch starts a thread per core in every process, which is too many. torchrun's choice, 1, leaves
         # cores idle if there are few processes.
@@ -48,7 +51,7 @@ def environments(
         # Python buffers output into a pipe: it would come late.
         "PYTHONUNBUFFERED": "1",
         **threads,
-        **base,
+        **inherited,
         "ZENPS_CLUSTER_WORKERS": str(cluster.workers),
         "ZENPS_CLUSTER_SERVERS": str(cluster.servers),
     }

@@ -131,8 +131,8 @@ def write_address(descriptor: int | None, address: str) -> None:
     try:
         os.write(descriptor, f"{address}\n".encode())
         os.close(descriptor)
-    except OSError as error:
-        allowed = f"an open file descriptor ({error.strerror})"
+    except (OSError, OverflowError) as error:
+        allowed = f"an open file descriptor ({getattr(error, 'strerror', error)})"
         raise ConfigError("--print-address", descriptor, allowed) from error
 
 

@@ -43,6 +43,13 @@ _NUMBERS = frozenset({"rank", "pid", "epoch", "slots", "silent", *_LOADS[2:]})
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
+class _Console(Console):
+    """A console that raises if its reader is gone, as other output does; that of rich ends the process."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def settings_to_json(settings: Sequence[Setting]) -> str:
     """Returns a list of objects with name, value, source and description."""
     rows = [{key: _as_json(value) for key, value in setting._asdict().items()} for setting in settings]
@@ -56,7 +63,7 @@ def _as_json(value: object) -> object:
 
 def show_settings(settings: Sequence[Setting]) -> None:
     """Prints name, value as in TOML, and source; also the description if the terminal is wide enough."""
-    console = Console()
+    console = _Console()
     plain = _settings_table(settings, describe=False)
     if console.is_terminal and console.width >= _width(plain) + DESCRIPTION_COLUMNS:
         console.print(_settings_table(settings, describe=True))
@@ -94,7 +101,7 @@ def show_status(status: Status) -> None:
 
 def watch_status(ask: Callable[[], Status]) -> None:
     """Shows the status every second until ``ask`` raises. Raises :class:`ConfigError` without a terminal."""
-    console = Console()
+    console = _Console()
     if not console.is_terminal:
         raise ConfigError("--watch", "a pipe or a file", "a terminal as output")
     with Live(console=console, screen=True, auto_refresh=False) as live:
@@ -244,7 +251,7 @@ def _width(what: Table | Text) -> int:
 
 def print_wide(what: Table | Text) -> None:
     """Prints in full width: a pipe has none, and a narrow terminal wraps lines itself."""
-    Console(width=max(_width(what), 1)).print(what)
+    _Console(width=max(_width(what), 1)).print(what)
 
 
 def _human_bytes(count: float) -> str:

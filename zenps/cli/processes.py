@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
+from zenps.termination import ASK_TO_END
+
 from .exit_codes import SIGNALLED
 
 LINGER_SECONDS: Final = 0.75
@@ -26,7 +28,6 @@ shared memory of a program that has crashed."""
 
 TERMINAL_ROWS: Final = 24
 _GUARD: Final = Path(__file__).with_name("guard.py")
-_HANDLED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Program(NamedTuple):
@@ -234,7 +235,7 @@ def handled_signals(on_signal: Callable[[int], None]) -> Iterator[int]:
         on_signal(number)
 
     # nohup makes a process ignore SIGHUP: leave it so.
-    handled = [n for n in _HANDLED if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    handled = [n for n in ASK_TO_END if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     before = {number: signal.signal(number, handle) for number in handled}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

@@ -16,6 +16,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
+from zenps.termination import held_signals
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
@@ -96,9 +97,16 @@ class Supervisor:
         """Begins a turn also when ``fd`` can be read."""
         self._selector.register(fd, selectors.EVENT_READ, lambda: bool(os.read(fd, 4096)))
 
+    @held_signals()
     def on_signal(self, number: int) -> None:
-        """A signal asks for the end of the job. The first leaves processes the grace, the second does not."""
-        self._end(SIGNALLED + number)
+        """A signal asks for the end of the job. Processes have the grace until a second Ctrl-C.
+
+        Others come more than once: from the shell and the kernel if a terminal is closed, or from systemd.
+        """
+        if self._code is None:
+            self._end(SIGNALLED + number)
+        elif number == signal.SIGINT or signal.SIGTERM in self._signals:
+            self._send_next_signal()
 
     # ── starting ────────────────────────────────────────────────────────────────────────────────
 
@@ -136,12 +144,13 @@ class Supervisor:
         except OSError as error:
             self._say(f"{name} cannot be started: {program.command[0]}: {error.strerror}")
             return self._end(CANNOT_START)
-        self._processes.append(process)
+        with held_signals():
+            self._processes.append(process)
+            if self._code is not None:  # a signal came while it started
+                process.signal(signal.SIGTERM if self._signals else signal.SIGKILL)
         for pipe in process.pipes:
             is_live = columns is not None
             self._pass_on(pipe, Lines(self._output, name, is_stderr=pipe.is_stderr, is_live=is_live))
-        if self._code is not None:  # a signal came while it started
-            process.signal(signal.SIGTERM)
 
     def _pass_on(self, pipe: Pipe, lines: Lines) -> None:
         def read() -> bool:
@@ -168,9 +177,9 @@ class Supervisor:
         if not self._left():
             self._read_remaining_output()
         if time.monotonic() >= self._grace_ends:
-            left, number = ", ".join(self._left()), self._signals[0].name
-            self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number}")
-            self._send_next_signal()
+            left = ", ".join(self._left())
+            if number := self._send_next_signal():
+                self._say(f"{left}: not ended after {GRACE_SECONDS:g} s; sending {number.name}")
 
     def _read(self, wait_seconds: float) -> bool:
         """Reads once from every pipe with output, after at most ``wait_seconds``. False if there is none."""
@@ -288,20 +297,21 @@ class Supervisor:
         """Returns the process that caused the failure of ``failed``, as far as it is known at ``until``.
 
         A script that fails leaves the cluster first. The other workers then fail at once, while its
-        interpreter may take a second to end. So the cause is the worker that left first. Workers of an
-        elastic job do not fail because another has left.
+        interpreter may take a second to end. So the cause is the worker that left first, of those that do
+        not end with 0. Workers of an elastic job do not fail because another has left.
         """
         is_asked = failed.is_worker and not self._config.cluster.is_elastic
         status = self._status() if is_asked else None
-        left = [node for node in status.nodes if node.state == "left"] if status is not None else []
-        if not left:
-            return failed
+        nodes = () if status is None else status.nodes
+        left = [node for node in nodes if (node.role, node.state) == ("worker", "left")]
         # The last message of a node that left says that it leaves.
-        first = max(left, key=lambda node: node.silent_seconds)
-        cause = next((p for p in self._processes if p.name == f"{first.role} {first.rank}"), failed)
-        while not cause.has_ended() and self._code is None and time.monotonic() < until:
-            self._read(0.05)
-        return cause if cause.exit_code else failed
+        for node in sorted(left, key=lambda node: node.silent_seconds, reverse=True):
+            cause = next((p for p in self._processes if p.name == f"worker {node.rank}"), failed)
+            while not cause.has_ended() and self._code is None and time.monotonic() < until:
+                self._read(0.05)
+            if cause.exit_code:
+                return cause
+        return failed
 
     def _status(self) -> Status | None:
         """Asks the scheduler for the status. None if it has ended, does not answer, or refuses our key."""
@@ -338,19 +348,24 @@ class Supervisor:
 
     # ── the end of the job ──────────────────────────────────────────────────────────────────────
 
+    @held_signals()
     def _end(self, code: int, began: float | None = None) -> None:
-        """Ends the job with ``code``, unless its code is decided. Signal handlers also call this."""
+        """Ends the job with ``code``, unless its code is decided."""
         if self._code is None:
             self._code = code
-        self._send_next_signal(began)
+            self._send_next_signal(began)
 
-    def _send_next_signal(self, began: float | None = None) -> None:
+    @held_signals()
+    def _send_next_signal(self, began: float | None = None) -> signal.Signals | None:
         """Sends SIGTERM, or SIGKILL the next time, to all processes that have not ended.
 
         The grace is between the two. It begins at ``began``, or now if that is None.
+
+        Returns:
+            What was sent. None: nothing, because both have been.
         """
         if not self._signals:
-            return
+            return None
         number = self._signals.pop(0)
         began = time.monotonic() if began is None else began
         self._grace_ends = began + GRACE_SECONDS if self._signals else float("inf")
@@ -359,6 +374,7 @@ class Supervisor:
         for process in reversed(self._processes):
             process.signal(number)
             process.signal(signal.SIGCONT)  # a stopped process would not handle the signal
+        return number
 
     def _running(self, role: str = "") -> list[str]:
         """Returns the names of the processes that have not ended, of one role or of all."""

@@ -88,6 +88,21 @@ def test_missing_file_is_refused(zenps: Any) -> None:
     assert_refused(zenps("config", "--config", "nowhere.toml"), "nowhere.toml")
 
 
+@pytest.mark.parametrize("subcommand", ["launch", "worker"])
+def test_a_file_that_cannot_be_read_again_is_refused(zenps: Any, subcommand: str) -> None:
+    """The processes that are started would find it empty, or wait for its writer."""
+    reader, writer = os.pipe()
+    os.write(writer, b"[sync]\ngranule = 64\n")
+    os.close(writer)
+    file = f"/dev/fd/{reader}"
+    assert_refused(zenps(subcommand, "--config", file, "--", "true", pass_fds=[reader]), "--config", file)
+    os.close(reader)
+
+
+def test_no_settings_of_a_file(zenps: Any) -> None:
+    assert zenps("worker", "--config", "/dev/null", "--", "true").returncode == 0
+
+
 def test_number_of_workers_is_checked(zenps: Any) -> None:
     assert_refused(
         zenps("launch", "--workers", "0", "--", "true"), "cluster.workers", "'0'", "from 1 to 4096"
@@ -261,10 +276,11 @@ def test_config_json(zenps: Any) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_reader_that_leaves_is_no_error(zenps: Any, unbuffered: str) -> None:
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_reader_that_leaves_is_no_error(zenps: Any, options: list[str], unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    popen = zenps.start("config", "--json", stdout=writer, env={"PYTHONUNBUFFERED": unbuffered})
+    popen = zenps.start("config", *options, stdout=writer, env={"PYTHONUNBUFFERED": unbuffered})
     os.close(writer)
     _, err = popen.communicate(timeout=60)
     assert err == ""
@@ -328,6 +344,13 @@ def test_worker_passes_settings_on(zenps: Any, tmp_path: Path) -> None:
     assert found["sync.granule"] == (64, str(tmp_path / "my.toml"))
     assert found["log.level"] == ("debug", "ZENPS_LOG_LEVEL")
     assert found["sync.seed"][1] == "default"
+
+
+def test_worker_s_command_may_be_ended_by_a_pipe_that_nobody_reads(zenps: Any) -> None:
+    """Python ignores the signal that tells of it, and a command inherits what is ignored."""
+    done = zenps("worker", "--", "grep", "SigIgn", "/proc/self/status")
+    ignored = int(done.stdout.split()[1], 16)
+    assert not ignored & (1 << signal.SIGPIPE - 1 | 1 << signal.SIGXFSZ - 1)
 
 
 def test_worker_ends_as_its_command(zenps: Any) -> None:
@@ -412,9 +435,10 @@ def test_taken_port_is_refused(zenps: Any) -> None:
         assert_refused(zenps("scheduler", "--set", f"cluster.scheduler={address}"), address)
 
 
-def test_descriptor_that_is_not_open_is_refused(zenps: Any) -> None:
-    done = zenps("scheduler", "--print-address", "77")
-    assert_refused(done, "--print-address", "77")
+@pytest.mark.parametrize("descriptor", ["77", str(1 << 32)])
+def test_descriptor_that_is_not_open_is_refused(zenps: Any, descriptor: str) -> None:
+    done = zenps("scheduler", "--print-address", descriptor)
+    assert_refused(done, "--print-address", descriptor)
 
 
 def test_trace_merges_parts(zenps: Any, tmp_path: Path) -> None:

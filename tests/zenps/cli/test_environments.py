@@ -55,6 +55,14 @@ def test_workers_without_the_variables_of_torchrun_know_their_rank() -> None:
         assert load(environ=environment).config.cluster.workers == 2
 
 
+@pytest.mark.parametrize("torchrun_env", [True, False])
+def test_what_a_torchrun_around_launch_has_set_does_not_concern_workers(torchrun_env: bool) -> None:
+    """They would wait for its store, and for a restart that nobody makes."""
+    inherited = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    for environment in of(torchrun_env=torchrun_env, **inherited).values():
+        assert environment.keys() & inherited.keys() == set()
+
+
 def test_cores_are_shared_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert of("cluster.workers=2", "cluster.servers=2")["worker 0"]["OMP_NUM_THREADS"] == "4"

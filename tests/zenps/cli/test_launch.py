@@ -390,7 +390,8 @@ def test_second_signal_kills_at_once(zenps: Any) -> None:
 SAVING = """
 import pathlib, signal, sys, time
 def save(number, frame):
-    time.sleep(0.5)
+    print("saving", flush=True)
+    time.sleep(1.0)
     pathlib.Path(sys.argv[1]).touch()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
@@ -399,20 +400,33 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [signal.SIGINT],
+        pytest.param([signal.SIGTERM], marks=pytest.mark.long),
+        [
+            signal.SIGHUP,
+            signal.SIGHUP,
+        ],  # the shell of a terminal that is closed sends it, and the kernel does
+    ],
+)
 def test_a_worker_within_a_shell_may_save_its_state(
-    zenps: Any, tmp_path: Path, number: signal.Signals
+    zenps: Any, tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:
     """The shell that waits for it ends at once."""
     saved = tmp_path / "saved"
     shell = ["sh", "-c", '"$@"; exit $?', "sh", *PYTHON, SAVING, str(saved)]
     popen = zenps.start("launch", "--", *shell, program=PATIENT_ZENPS)
     assert "up" in popen.stdout.readline()
-    popen.send_signal(number)
+    popen.send_signal(numbers[0])
+    assert "saving" in popen.stdout.readline()
+    for number in numbers[1:]:
+        popen.send_signal(number)
     _, err = popen.communicate(timeout=60)
     assert saved.exists()
     assert "not ended after" not in err
-    assert popen.returncode == 128 + number
+    assert popen.returncode == 128 + numbers[0]
     assert_nothing_is_left(zenps)
 
 

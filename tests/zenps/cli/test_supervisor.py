@@ -122,6 +122,17 @@ def test_the_worker_that_left_first_is_the_cause(failing: Any, first: int) -> No
     assert failing._code == 7
 
 
+def test_a_worker_that_ended_well_is_not_the_cause(failing: Any) -> None:
+    """The next that left is: it ends with 7, after the last one, which failed because of it."""
+    settling = failing._processes[0]
+    failing._processes.append(Program("worker 2", failing.clock))
+    end(failing, "worker 2", 0)
+    failing.left = [node_of(2, "left", 99.0), node_of(0, "left", 1.0), node_of(1, "left", 0.5)]
+    failing._read = lambda seconds: failing.clock.wait(seconds) or (seconds == 0.05 and settling.end(7))
+    end(failing, "worker 1", 1)
+    assert failing._code == 7
+
+
 def test_ctrl_c_while_a_worker_settles_has_its_grace(failing: Any) -> None:
     settling, failed = failing._processes
     failed.end(1)
@@ -310,6 +321,17 @@ def test_a_process_that_was_about_to_start_when_a_signal_came_is_told(starting: 
     assert {*process.signals} == {signal.SIGTERM}
 
 
+def test_a_process_that_was_about_to_start_when_a_second_ctrl_c_came_is_killed(starting: Any) -> None:
+    def interrupt_twice() -> None:
+        starting.on_signal(signal.SIGINT)
+        starting.on_signal(signal.SIGINT)
+
+    starting.meanwhile = interrupt_twice
+    starting._start("worker 0")
+    (process,) = starting._processes
+    assert {*process.signals} == {signal.SIGKILL}
+
+
 def test_a_program_that_cannot_be_started_ends_the_job(starting: Any) -> None:
     def fail() -> None:
         raise FileNotFoundError(2, "No such file or directory")
@@ -320,6 +342,20 @@ def test_a_program_that_cannot_be_started_ends_the_job(starting: Any) -> None:
     assert starting.said == ["worker 1 cannot be started: train: No such file or directory"]
     assert starting._code == 126
     assert signal.SIGTERM in starting._processes[0].signals
+
+
+def test_a_program_that_cannot_be_started_leaves_the_others_their_grace(starting: Any) -> None:
+    """A signal came meanwhile, which has told them to end."""
+
+    def interrupt_and_fail() -> None:
+        starting.on_signal(signal.SIGINT)
+        raise FileNotFoundError(2, "No such file or directory")
+
+    starting._start("worker 0")
+    starting.meanwhile = interrupt_and_fail
+    starting._start("worker 1")
+    assert starting._code == 130
+    assert {*starting._processes[0].signals} == {signal.SIGTERM, signal.SIGCONT}
 
 
 def test_all_that_a_process_had_written_is_read_once_it_has_ended(failing: Any) -> None:
@@ -394,6 +430,19 @@ def test_a_job_ends_with_its_last_server(whole: Any) -> None:
     assert whole._code == 137
 
 
+@pytest.mark.parametrize("code", [143, 0])
+def test_a_server_that_left_long_ago_is_not_the_cause(whole: Any, code: int) -> None:
+    """It was told to end, or drained, and the job went on; later a worker fails because another has left."""
+    whole._processes.append(Program("worker 1", whole.clock))
+    end(whole, "server 1", code)
+    assert whole._code is None
+    whole.left = [node_of(1, "left", 99.0, "server"), node_of(0, "left", 1.0)]
+    settling = whole._processes[3]
+    whole._read = lambda seconds: whole.clock.wait(seconds) or (seconds == 0.05 and settling.end(7))
+    end(whole, "worker 1", 1)
+    assert whole._code == 7
+
+
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_server_and_the_scheduler_may_be_killed_together(whole: Any, answers: bool) -> None:
     """As by the kernel where memory is short. No node has returned to the new scheduler, if that answers."""
@@ -455,6 +504,37 @@ def test_whatever_does_not_end_is_told_and_then_killed(whole: Any) -> None:
     assert all(signal.SIGKILL in process.signals for process in whole._processes[:3])
     whole.on_signal(signal.SIGINT)  # there is nothing more to send
     assert whole._code == 128 + signal.SIGTERM
+    assert whole._grace_ends == float("inf")
+
+
+@pytest.mark.parametrize("first", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_only_a_second_ctrl_c_ends_the_grace(
+    whole: Any, first: signal.Signals, second: signal.Signals
+) -> None:
+    """Who closes a terminal or a systemd scope sends SIGHUP twice, or SIGTERM and SIGHUP in either order."""
+    whole.on_signal(first)
+    whole.on_signal(second)
+    for process in whole._processes:
+        assert (signal.SIGKILL in process.signals) == (second == signal.SIGINT)
+    assert whole._code == 128 + first
+
+
+def test_a_second_ctrl_c_while_the_first_is_handled_comes_after_it(whole: Any) -> None:
+    """A process that gets SIGTERM after SIGKILL may let its group linger for ever."""
+    worker = whole._processes[-1]
+    tell = worker.signal
+
+    def interrupted(number: signal.Signals) -> None:
+        worker.signal = tell
+        signal.raise_signal(signal.SIGINT)
+        tell(number)
+
+    worker.signal = interrupted
+    with processes.handled_signals(whole.on_signal):
+        signal.raise_signal(signal.SIGINT)
+    for process in whole._processes:
+        assert [*process.signals] == [signal.SIGTERM, signal.SIGCONT, signal.SIGKILL]
     assert whole._grace_ends == float("inf")
 
 
