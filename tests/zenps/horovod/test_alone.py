@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ import zenps as zps
 import zenps.horovod as hvd
 from zenps.errors import UsageError
 from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
+from zenps.worker.core.pending import Pending
+from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
 
 
@@ -97,6 +100,26 @@ def test_calls_of_an_earlier_job_are_forgotten() -> None:
     hvd.allreduce(torch.ones(1), name="x")
     with pytest.raises(hvd.HorovodInternalError, match="left"):
         left()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_turn_in_which_ctrl_c_comes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had begun for the other ranks only, and then this rank's calls took their turns one too late."""
+    pushed, begin = list[str](), PROCESS.world.begin
+
+    def begin_then_interrupt(request: Request) -> Pending:
+        pending = begin(request)
+        pushed.append(request.name)
+        if len(pushed) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return pending
+
+    monkeypatch.setattr(PROCESS.world, "begin", begin_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        hvd.barrier()
+    hvd.barrier()
+    assert pushed == ["horovod/turn/0"]
+    assert TURNS._taken == 1
 
 
 def test_old_and_new_ways_to_name_an_operation() -> None:
