@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zenps as zps
 import zenps.horovod as hvd
@@ -58,6 +58,23 @@ def test_asynchronous_calls_take_no_part_in_autograd(op: hvd.ReduceOp) -> None:
     result = hvd.synchronize(hvd.allreduce_async(computed, op=op))
     assert result.tolist() == [2, 2]
     assert not result.requires_grad
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        hvd.allreduce,
+        lambda tensor: hvd.allreduce(tensor, name="x", op=hvd.Sum, compression=hvd.Compression.fp16),
+        lambda tensor: hvd.grouped_allreduce([torch.ones(1), tensor])[1],
+    ],
+)
+def test_gradients_of_gradients_are_reduced(reduce: Callable[[Tensor], Tensor]) -> None:
+    """Their part of a loss with another term was missing."""
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(reduce(weight).square().sum(), weight, create_graph=True)
+    (gradient.square().sum() + weight.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [9, 17]
 
 
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Max])
