@@ -213,6 +213,8 @@ class Turns:
 
     def _serve(self, what: Sequence[Any]) -> None:
         """Takes part in what the other ranks call."""
+        for name in [name for name, zeros in self._zeros.items() if zeros.done()]:
+            self._zeros.pop(name).wait()
         match what:
             case [kind, list(tensors)] if kind == REDUCES:
                 for name, described in tensors:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import zenps as zps
 import zenps.horovod as hvd
 from zenps.errors import UsageError
-from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
+from zenps.horovod.reduction import description
+from zenps.horovod.turns import REDUCES, TURNS, UNNAMED, WINDOW
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.process import PROCESS
@@ -102,6 +103,12 @@ def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
         hvd.allreduce_async(torch.ones(1))
     gc.collect()
     assert len(TURNS._unsettled) <= WINDOW
+
+
+def test_a_rank_that_has_joined_keeps_no_results_of_the_others() -> None:
+    for number in range(9):
+        TURNS._serve([REDUCES, [[str(number), description(torch.ones(1), average=True)]]])
+        assert list(TURNS._zeros) == [str(number)]
 
 
 def test_names_of_unnamed_tensors_are_bounded() -> None:
