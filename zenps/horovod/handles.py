@@ -37,7 +37,9 @@ class Handle:
 
     def done(self) -> bool:
         """Returns whether :meth:`wait` need not wait for other ranks any more."""
-        return TURNS.is_settled(self._call) and all(part.done() for part in self._parts)
+        if not TURNS.is_settled(self._call):
+            return False
+        return self._call.error is not None or all(part.done() for part in self._parts)
 
     def wait(self) -> Any:
         """Returns the result, or raises why there is none. May be called repeatedly."""
