@@ -19,6 +19,10 @@ from zenps.horovod.reduction import description
 from zenps.horovod.turns import REDUCES, TURNS, UNNAMED, WINDOW
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.process import PROCESS
 
 
@@ -93,6 +97,41 @@ def test_a_name_is_free_once_its_result_was_waited_for(op: hvd.ReduceOp) -> None
         hvd.allreduce(tensor, name="g.1")
     assert hvd.poll(grouped)
     hvd.allreduce(tensor, name="g.1")
+
+
+class Late(Pending):
+    """The answer comes once somebody waits for it."""
+
+    def wait(self) -> Tensor:
+        self.complete(torch.zeros(1))
+        return super().wait()
+
+
+@pytest.mark.parametrize("keeps_handle", [False, True])
+def test_a_name_is_free_once_a_later_result_was_waited_for_even_if_its_own_is_late(
+    keeps_handle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether this rank raised, and others waited for it, depended on which answer came first."""
+    begin, waiting = PROCESS.world.begin, Waiting(Notifier(), 0.0, PROCESS.world.statistics, Spans())
+    late: list[Pending] = []
+
+    def begin_late(request: Request) -> Pending:
+        if not request.name.endswith("/x"):
+            return begin(request)
+        if late and not late[-1].has_ended:
+            raise UsageError("in flight")
+        late.append(Late(request.name, request.options, SuppliedTransfer(), Progress(0), waiting))
+        return late[-1]
+
+    monkeypatch.setattr(PROCESS.world, "begin", begin_late)
+    tensor = torch.zeros(1)
+    handles = [hvd.allreduce_async(tensor, name="x")]
+    if not keeps_handle:
+        handles.clear()
+    hvd.allreduce(tensor, name="y")
+    hvd.allreduce(tensor, name="x")
+    assert len(late) == 2
+    assert all(handle().tolist() == [0] for handle in handles)
 
 
 def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
