@@ -204,10 +204,11 @@ class Turns:
                 raise
             call.is_settled, call.error, call.work = True, error, None
             return 0
-        self._unsettled.popleft()
-        if call is not None:
-            call.settle(joined)
-        elif joined < worker.size():
+        with MASK:  # whoever waits for the call again finds it settled
+            self._unsettled.popleft()
+            if call is not None:
+                call.settle(joined)
+        if call is None and joined < worker.size():
             self._serve(_agreed(None))
         return joined
 

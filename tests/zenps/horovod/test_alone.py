@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +184,25 @@ def test_a_turn_in_which_ctrl_c_comes_is_known(monkeypatch: pytest.MonkeyPatch) 
     hvd.barrier()
     assert pushed == ["horovod/turn/0"]
     assert TURNS._taken == 1
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_turn_at_whose_end_ctrl_c_comes_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call was lost, and the next wait for it found no turn."""
+
+    class Interrupting(deque[Any]):
+        def popleft(self) -> Any:
+            oldest = super().popleft()
+            signal.raise_signal(signal.SIGINT)
+            return oldest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TURNS, "_unsettled", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            hvd.barrier()
+        assert not TURNS._unsettled
+    hvd.barrier()
+    assert hvd.allreduce(torch.ones(1)).tolist() == [1]
 
 
 def test_old_and_new_ways_to_name_an_operation() -> None:
