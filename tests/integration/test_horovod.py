@@ -17,6 +17,7 @@ from tests.integration.interrupts import interrupted_in
 from zenps.horovod import turns
 from zenps.horovod.turns import TURNS
 from zenps.worker.core.pending import Pending
+from zenps.worker.training.gradients.agreement import ParameterAgreement
 from zenps.worker.transport.lease import Lease
 
 LOOPS = {0: 5, 1: 2, 2: 3}
@@ -257,6 +258,40 @@ def interrupt_a_barrier(waits_in: str, path: Path) -> float:
     return average
 
 
+@pytest.mark.parametrize("waits_in", ["turn", "agreement"])
+def test_an_interrupted_step_continues(waits_in: str, tmp_path: Path) -> None:
+    """It took another turn, for which the other rank had no call."""
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 30}) as cluster:
+        workers = [cluster.start(interrupt_a_step, waits_in, tmp_path, rank=rank) for rank in range(2)]
+        assert [worker.result() for worker in workers] == [([[-1.5, -1.5]], 1.0)] * 2
+
+
+def interrupt_a_step(waits_in: str, path: Path) -> tuple[Any, float]:
+    """Ctrl-C ends rank 0's wait for the turn, or for the agreement that follows on kinds of gradients."""
+    agree_on_kinds = ParameterAgreement.agree_on_kinds
+
+    def come_late(agreement: ParameterAgreement, has_run_backward: bool) -> None:
+        await_file(path / "interrupted")
+        agree_on_kinds(agreement, has_run_backward)
+
+    hvd.init()
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    (model(torch.ones(1, 2)) * (1 + hvd.rank())).sum().backward()
+    if hvd.rank() == 0:
+        with interrupted_in(Pending.wait if waits_in == "turn" else agree_on_kinds):
+            optimizer.step()
+        (path / "interrupted").touch()
+    elif waits_in == "turn":
+        await_file(path / "interrupted")
+    else:
+        ParameterAgreement.agree_on_kinds = come_late  # type: ignore[assignment, method-assign]
+    optimizer.step()
+    average: float = hvd.allreduce(torch.ones(1)).item()
+    return model.weight.tolist(), average
+
+
 def test_a_barrier_that_has_failed_does_not_continue(tmp_path: Path) -> None:
     with Cluster(servers=1, settings={"cluster.deadline_seconds": 5}) as cluster:
         workers = [cluster.start(fail_a_barrier, tmp_path, rank=rank) for rank in range(2)]
@@ -327,13 +362,22 @@ def train_and_join() -> dict[str, Any]:
     return {"weight": model.weight.detach(), **found}
 
 
+def fail_in_another_order() -> None:
+    """Polls a call that has failed before the round that it has begun ends."""
+    handle = hvd.allreduce_async(torch.ones(1), name=f"of rank {hvd.rank()}")
+    try:
+        hvd.synchronize(handle)
+    finally:
+        assert hvd.poll(handle), "its round goes on until the deadline"
+
+
 def join_others() -> dict[str, Any]:
     """Rank 2 joins while the others make calls in which it cannot take part."""
     hvd.init()
     calls: dict[str, Callable[[], Any]] = {
         "gather": lambda: hvd.allgather(torch.ones(1)),
         "barrier": hvd.barrier,
-        "order": lambda: hvd.allreduce(torch.ones(1), name=f"of rank {hvd.rank()}"),
+        "order": fail_in_another_order,
     }
     results = {}
     for case, call in calls.items():

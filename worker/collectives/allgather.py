@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -29,12 +29,22 @@ def allgather_int(value: int, name: str, options: Options = Options()) -> dict[i
         name: of the round, the same on all ranks. Errors are those of :func:`zenps.push_pull`.
         options: of the round.
     """
+    return begin_allgather_int(value, name, options)()
+
+
+def begin_allgather_int(value: int, name: str, options: Options = Options()) -> Callable[[], dict[int, int]]:  # noqa: B008 - frozen
+    """Begins :func:`allgather_int`; what it returns waits for the values, and may be called again."""
     world = PROCESS.world
     # Not world.size: in an elastic job, ranks may see different numbers of workers.
     values = torch.zeros(world.full_size, dtype=torch.int64, device="cpu")
     values[world.rank] = value
-    values = world.begin(Request(values, name, options)).wait()
-    return {rank: int(values[rank]) for rank in values.nonzero().flatten().tolist()}
+    pending = world.begin(Request(values, name, options))
+
+    def wait() -> dict[int, int]:
+        gathered = pending.wait()
+        return {rank: int(gathered[rank]) for rank in gathered.nonzero().flatten().tolist()}
+
+    return wait
 
 
 def allgather_bytes(data: Tensor, sizes: Mapping[int, int], name: str) -> dict[int, Tensor]:

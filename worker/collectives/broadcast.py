@@ -30,7 +30,7 @@ Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 T = TypeVar("T")
 
 # A learning-rate scheduler may have its milestones in a Counter.
-_DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
+DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"Counter": Counter, "OrderedDict": OrderedDict}
 
 
 def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
@@ -344,7 +344,7 @@ def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
     """Returns ``value`` as plain data and moves its tensors into ``tensors``.
 
     Raises:
-        UsageError: a value would arrive as another class: a namedtuple, or a dict that is none of ``_DICTS``.
+        UsageError: a value would arrive as another class: a namedtuple, or a dict that is none of ``DICTS``.
     """
     match value:
         case Tensor() if value.is_sparse:
@@ -358,7 +358,7 @@ def _take_apart(value: Any, tensors: list[Tensor]) -> Any:
             items = {key: _take_apart(item, tensors) for key, item in value.items()}
             if kind is dict:
                 return items
-            if _DICTS.get(kind.__name__) is not kind:
+            if DICTS.get(kind.__name__) is not kind:
                 raise UsageError(f"state {value!r:.60}: would arrive as a dict; pass a dict of it")
             return {"__dict__": [kind.__name__, items]}
         case tuple() if hasattr(value, "_fields"):
@@ -387,8 +387,8 @@ def _put_together(value: Any, tensors: list[Tensor]) -> Any:
                 is_coalesced=is_coalesced,
                 check_invariants=False,
             )
-        case {"__dict__": [str(kind), dict(items)]} if kind in _DICTS:
-            return _DICTS[kind](_put_together(items, tensors))
+        case {"__dict__": [str(kind), dict(items)]} if kind in DICTS:
+            return DICTS[kind](_put_together(items, tensors))
         case {"__tuple__": list(items)}:
             return tuple(_put_together(item, tensors) for item in items)
         case dict():

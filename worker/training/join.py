@@ -16,9 +16,10 @@ from typing import Final
 
 from zenps.errors import MismatchError, UsageError, listing
 
-from ..collectives.allgather import allgather_int
+from ..collectives.allgather import begin_allgather_int
 from ..collectives.broadcast import from_first_present
 from ..process import PROCESS
+from .gradients.consistency import Announce
 from .optimizer import DistributedOptimizer
 
 ENDED: Final = 1
@@ -102,11 +103,11 @@ class _Rounds:
         self.last: Iterable[int] = ()
         self.was_uneven = False
 
-    def announcer(self, number: int) -> Callable[[bool], None]:
+    def announcer(self, number: int) -> Announce:
         """Returns a function that tells the others what this rank does with an optimizer."""
 
-        def announce(is_dropped: bool) -> None:
-            self._tell(2 * (1 + number) + is_dropped)
+        def announce(is_dropped: bool) -> Callable[[], int]:
+            return self._tell(2 * (1 + number) + is_dropped)
 
         return announce
 
@@ -117,14 +118,18 @@ class _Rounds:
             the optimizer that they step, and whether ``zero_grad()`` throws the step away; None if their
             input has ended, too.
         """
-        if (said := self._tell(ENDED)) == ENDED:
+        if (said := self._tell(ENDED)()) == ENDED:
             return None
         number, is_dropped = divmod(said, 2)
         return self._optimizers[number - 1], bool(is_dropped)
 
-    def _tell(self, said: int) -> int:
+    def _tell(self, said: int) -> Callable[[], int]:
+        """Begins a round; returns a function that waits for it, and returns which step ranks take."""
+        gather = begin_allgather_int(said, f"{_NAME}/next")
+        return lambda: self._agreed(gather())
+
+    def _agreed(self, by_rank: dict[int, int]) -> int:
         # What ranks say is the same on all; the workers that they know of may differ in an elastic job.
-        by_rank = allgather_int(said, f"{_NAME}/next")
         steps = {rank: each for rank, each in by_rank.items() if each != ENDED}
         if steps:
             self.last = steps.keys()

@@ -20,7 +20,7 @@ from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from ..step_hook import STEP_HOOK
 from .gradients.agreement import ParameterNames
-from .gradients.consistency import Consistency
+from .gradients.consistency import Announce, Consistency
 from .gradients.synchronizer import GradientSynchronizer
 from .hazards import check_modules, check_optimizer, check_passes, check_scaler
 from .model_averaging import ModelAveraging
@@ -304,7 +304,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             self._skip = False
 
     @contextlib.contextmanager
-    def announcing(self, announce: Callable[[bool], None]) -> Iterator[None]:
+    def announcing(self, announce: Announce) -> Iterator[None]:
         """Context in which the end of each step is announced; for :func:`zenps.join`.
 
         Raises:

@@ -126,5 +126,6 @@ class _PushPull(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        average, name, priority = ctx.arguments
-        return _begin(gradient, average, name, priority, None).wait(), None, None, None
+        # By this function again: gradients of gradients are reduced, too.
+        reduced = _PushPull.apply(gradient, *ctx.arguments)  # type: ignore[no-untyped-call]
+        return reduced, None, None, None

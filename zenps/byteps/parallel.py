@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -13,6 +14,9 @@ from torch.nn import Parameter
 from zenps import worker
 from zenps.errors import UsageError, ZenPSError
 from zenps.horovod.compression import Compression, Compressor, warn_of_optimizer
+from zenps.worker.collectives.allgather import allgather_int
+from zenps.worker.collectives.broadcast import from_first_present
+from zenps.worker.process import PROCESS
 from zenps.worker.training.gradients.synchronizer import weakly
 from zenps.worker.training.hazards import check_applied_at_once
 
@@ -29,7 +33,7 @@ class DistributedDataParallel(torch.nn.Module):
         module: whose parameters are trained; it may have sparse gradients.
         device_ids: at most one, that of the module.
         broadcast_buffers: before each forward that computes gradients, overwrite the buffers with those of
-            rank 0.
+            rank 0; of the lowest present rank, if the job goes on without lost workers.
         compression: has no effect here, and a warning says so: ``sync.values`` quantizes gradients.
 
     Raises:
@@ -54,7 +58,7 @@ class DistributedDataParallel(torch.nn.Module):
         check_applied_at_once("DistributedDataParallel")
         self.module = module
         self.broadcast_buffers = broadcast_buffers
-        worker.broadcast_parameters(module.state_dict(), 0)
+        _broadcast(module.state_dict())
         self._trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._synchronizes = False
         self._is_awaited = False
@@ -83,7 +87,7 @@ class DistributedDataParallel(torch.nn.Module):
                 self._end_failed()
             buffers = dict(self.module.named_buffers())
             if self.broadcast_buffers and buffers:
-                worker.broadcast_parameters(buffers, 0)
+                _broadcast(buffers)
         return self.module(*inputs, **named_inputs)
 
     @contextlib.contextmanager
@@ -146,6 +150,13 @@ class _Averager(worker.DistributedOptimizer):
     ) -> None:
         super().__init__(optimizer, named_parameters)
         self._consistency.may_change_unpushed = True
+
+
+def _broadcast(tensors: Mapping[str, Tensor]) -> None:
+    """Overwrites tensors with those of rank 0; in an elastic job, of the lowest rank that is not lost."""
+    # There, ranks may know of different workers.
+    roots = allgather_int(1, "byteps:roots") if PROCESS.world.is_elastic else [0]
+    from_first_present(roots, functools.partial(worker.broadcast_parameters, tensors))
 
 
 def _runs_backward() -> bool:

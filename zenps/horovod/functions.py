@@ -74,8 +74,8 @@ def broadcast_object(
     """Returns the root's object on every rank. Nothing is pickled.
 
     Args:
-        obj: plain data, as :func:`zenps.broadcast_object` takes it; also tuples, sets, NumPy scalars and
-            dense tensors, which arrive on the CPU. Only the root's object is read.
+        obj: plain data, as :func:`zenps.broadcast_object` takes it; also tuples, sets, a Counter or
+            OrderedDict, NumPy scalars, and dense tensors, which arrive on the CPU. Only the root's is read.
         root_rank: the rank whose object all ranks get.
         name: distinguishes broadcasts that run at the same time.
         process_set: must be ``global_process_set``.

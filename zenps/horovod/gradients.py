@@ -149,7 +149,8 @@ class _Reduce(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if ctx.op not in (Average, Sum):
             raise UsageError(f"allreduce by {ctx.op.value}: it has no gradient here; pass tensor.detach()")
-        return None, None, *ctx.run(list(gradients))
+        # By this function again: gradients of gradients are reduced, too.
+        return None, None, *_Reduce.apply(ctx.run, ctx.op, *gradients)  # type: ignore[no-untyped-call]
 
 
 class _Gather(Function):

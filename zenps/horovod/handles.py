@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -9,7 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from zenps.errors import UsageError
+from zenps.errors import UsageError, ZenPSError
+from zenps.worker.core.pending import Pending
 
 from .reduction import Reduction
 from .turns import TURNS, Call
@@ -33,11 +35,14 @@ class Handle:
         self._parts = parts
         self._result: Any = None
         _last_calls.update(dict.fromkeys(names, call))
+        _last_pushes.update(zip(names, (part.pending for part in parts), strict=False))
         TURNS.take(call)
 
     def done(self) -> bool:
         """Returns whether :meth:`wait` need not wait for other ranks any more."""
-        return TURNS.is_settled(self._call) and all(part.done() for part in self._parts)
+        if not TURNS.is_settled(self._call):
+            return False
+        return self._call.error is not None or all(part.done() for part in self._parts)
 
     def wait(self) -> Any:
         """Returns the result, or raises why there is none. May be called repeatedly."""
@@ -74,6 +79,9 @@ def synchronize(handle: Handle) -> Any:
 _last_calls: Final = WeakValueDictionary[str, Call]()
 """The last call of each name."""
 
+_last_pushes: Final = WeakValueDictionary[str, Pending]()
+"""The last round of each name; while it is in flight, the world keeps it."""
+
 
 def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[str]:
     """Returns the names of a new call's tensors on the wire.
@@ -91,6 +99,11 @@ def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[st
     for one in names:
         if (before := _last_calls.get(one)) is not None and not before.is_settled:
             raise UsageError(f"{one!r} is in flight; wait for its result before using the name again")
+    for one in names:
+        # All ranks have pushed it, and may have its result already.
+        if (pushed := _last_pushes.get(one)) is not None:
+            with contextlib.suppress(ZenPSError):
+                pushed.wait()
     return names
 
 

@@ -14,6 +14,7 @@ from zenps import worker
 from zenps.errors import UsageError
 from zenps.worker.process import Prefix
 from zenps.worker.training.gradients.agreement import ParameterNames
+from zenps.worker.training.gradients.consistency import Announce
 from zenps.worker.training.hazards import check_passes
 
 from .compression import Compression, Compressor, warn_of_optimizer
@@ -107,7 +108,7 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             )
         return super().step(closure)
 
-    def announcing(self, announce: Callable[[bool], None]) -> NoReturn:
+    def announcing(self, announce: Announce) -> NoReturn:
         """Raises UsageError: each step is announced already, for :func:`zenps.horovod.join`."""
         raise UsageError(
             "zenps.join: expected optimizers of zenps.DistributedOptimizer, got one of zenps.horovod; call "
@@ -123,8 +124,8 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             self._consistency.announce = announce
 
 
-def _announce(name: Prefix, is_dropped: bool) -> None:
+def _announce(name: Prefix, is_dropped: bool) -> Callable[[], None]:
     """Tells ranks that have joined which optimizer takes or drops a step."""
     call = Call([STEPS, str(name), is_dropped])
     TURNS.take(call)
-    TURNS.settle(call)
+    return functools.partial(TURNS.settle, call)

@@ -23,6 +23,9 @@ class Reduction:
             does not wrap before it is divided, and rounded towards zero.
         priority: as :func:`zenps.push_pull_async` takes it.
 
+    Attributes:
+        pending: the round.
+
     Raises:
         TensorError, UsageError: as :func:`zenps.push_pull_async`.
     """
@@ -32,19 +35,19 @@ class Reduction:
         self._divides = average and not tensor.is_floating_point()
         tensor = tensor.detach()
         if not self._divides or tensor.dtype not in NARROW:
-            self._pending = worker.push_pull_async(tensor, name, average and not self._divides, priority)
+            self.pending = worker.push_pull_async(tensor, name, average and not self._divides, priority)
             return
         # Ranks with different integer dtypes must still fail, although all of them push int64.
         options = Options(priority=priority, given=describe(tensor))
-        self._pending = PROCESS.world.begin(Request(tensor.to(torch.int64), name, options))
+        self.pending = PROCESS.world.begin(Request(tensor.to(torch.int64), name, options))
 
     def done(self) -> bool:
         """Returns whether :meth:`wait` would return at once."""
-        return worker.poll(self._pending)
+        return worker.poll(self.pending)
 
     def wait(self) -> Tensor:
         """Returns a new tensor. Errors are those of :func:`zenps.push_pull`."""
-        result = worker.synchronize(self._pending)
+        result = worker.synchronize(self.pending)
         if not self._divides:
             return result
         return result.div(worker.size(), rounding_mode="trunc").to(self._dtype)

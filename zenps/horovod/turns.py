@@ -17,6 +17,7 @@ import torch
 
 from zenps import worker
 from zenps.errors import MismatchError, UsageError, ZenPSError, listing
+from zenps.worker.core.interrupts import MASK
 from zenps.worker.core.pending import LeftError
 from zenps.worker.process import PROCESS, Prefix
 
@@ -120,8 +121,9 @@ class Turns:
             self._settle_first()
         has_joined = torch.tensor([int(call is None)], device="cpu")
         name = f"horovod/turn/{self._taken % WINDOW}"
-        self._unsettled.append((worker.push_pull_async(has_joined, name, average=False), call))
-        self._taken += 1
+        with MASK:  # a turn that other ranks learn of is known here
+            self._unsettled.append((worker.push_pull_async(has_joined, name, average=False), call))
+            self._taken += 1
 
     def settle(self, call: Call) -> None:
         """Waits until all ranks have made this call, and runs its work.
@@ -156,8 +158,9 @@ class Turns:
         call = self._barrier
         if call is None or call.work is None:
             call = Call(["barrier"], worker.barrier)
-            self.take(call)
-            self._barrier = call
+            with MASK:
+                self.take(call)
+                self._barrier = call
         elif call.is_settled:  # the interrupt came when the other ranks had made this call
             call.settle(0)
         self.settle(call)
@@ -201,15 +204,18 @@ class Turns:
                 raise
             call.is_settled, call.error, call.work = True, error, None
             return 0
-        self._unsettled.popleft()
-        if call is not None:
-            call.settle(joined)
-        elif joined < worker.size():
+        with MASK:  # whoever waits for the call again finds it settled
+            self._unsettled.popleft()
+            if call is not None:
+                call.settle(joined)
+        if call is None and joined < worker.size():
             self._serve(_agreed(None))
         return joined
 
     def _serve(self, what: Sequence[Any]) -> None:
         """Takes part in what the other ranks call."""
+        for name in [name for name, zeros in self._zeros.items() if zeros.done()]:
+            self._zeros.pop(name).wait()
         match what:
             case [kind, list(tensors)] if kind == REDUCES:
                 for name, described in tensors:

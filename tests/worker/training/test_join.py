@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import warnings
 
 import pytest
@@ -113,3 +114,31 @@ def test_the_state_is_that_of_the_first_rank_that_is_not_lost_of_those_that_have
     with expected, zps.join(optimizer):
         train_one_step(model, optimizer)
     assert asked == [1, 2][: 1 + len(lost)]
+
+
+class InterruptedWorld(FakeWorld):
+    """A rank that gets Ctrl-C when it has told the others of its first step."""
+
+    def begin(self, request: Request) -> Pending:
+        pending = super().begin(request)
+        if request.name == "join/next" and self.pushed[request.name] == 1:
+            signal.raise_signal(signal.SIGINT)
+        return pending
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_step_that_ctrl_c_ends_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second time, its name was in flight, and this rank alone dropped the step."""
+    world = InterruptedWorld()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    model = Model()
+    optimizer = wrap(model)
+    with zps.join(optimizer):
+        model.loss().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        train_one_step(model, optimizer)
+        assert world.pushed["join/next"] == 2
+    assert world.waited == world.pushed

@@ -193,6 +193,15 @@ def test_settings_that_need_the_optimizer_are_refused(
     assert not world.pushed
 
 
+def test_buffers_are_those_of_the_lowest_rank_that_is_not_lost(world: FakeWorld) -> None:
+    """Each forward named rank 0 as the root, and failed on all ranks once that was lost."""
+    world.is_elastic, world.full_size, world.rank, world.ranks = True, 2, 1, (1,)
+    model = bps.DistributedDataParallel(nn.BatchNorm1d(2))
+    model(torch.ones(2, 2)).sum().backward()
+    assert world.waited == world.pushed
+    assert any("running_mean" in name for name in world.pushed)
+
+
 @pytest.mark.parametrize(
     "take",
     [copy.copy, copy.deepcopy, pickle.dumps, AveragedModel, lambda model: torch.save(model, BytesIO())],

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zenps as zps
 import zenps.horovod as hvd
 from zenps.errors import UsageError
-from zenps.horovod.turns import TURNS, UNNAMED, WINDOW
+from zenps.horovod.reduction import description
+from zenps.horovod.turns import REDUCES, TURNS, UNNAMED, WINDOW
+from zenps.worker.core.pending import Pending
+from zenps.worker.core.request import Request
+from zenps.worker.core.spans import Spans
+from zenps.worker.core.statistics import Progress
+from zenps.worker.core.transfer import SuppliedTransfer
+from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.process import PROCESS
 
 
@@ -57,6 +66,23 @@ def test_asynchronous_calls_take_no_part_in_autograd(op: hvd.ReduceOp) -> None:
     assert not result.requires_grad
 
 
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        hvd.allreduce,
+        lambda tensor: hvd.allreduce(tensor, name="x", op=hvd.Sum, compression=hvd.Compression.fp16),
+        lambda tensor: hvd.grouped_allreduce([torch.ones(1), tensor])[1],
+    ],
+)
+def test_gradients_of_gradients_are_reduced(reduce: Callable[[Tensor], Tensor]) -> None:
+    """Their part of a loss with another term was missing."""
+    weight = torch.tensor([1.0, 2.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(reduce(weight).square().sum(), weight, create_graph=True)
+    (gradient.square().sum() + weight.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [9, 17]
+
+
 @pytest.mark.parametrize("op", [hvd.Sum, hvd.Max])
 def test_a_name_is_free_once_its_result_was_waited_for(op: hvd.ReduceOp) -> None:
     tensor = torch.ones(2)
@@ -74,6 +100,41 @@ def test_a_name_is_free_once_its_result_was_waited_for(op: hvd.ReduceOp) -> None
     hvd.allreduce(tensor, name="g.1")
 
 
+class Late(Pending):
+    """The answer comes once somebody waits for it."""
+
+    def wait(self) -> Tensor:
+        self.complete(torch.zeros(1))
+        return super().wait()
+
+
+@pytest.mark.parametrize("keeps_handle", [False, True])
+def test_a_name_is_free_once_a_later_result_was_waited_for_even_if_its_own_is_late(
+    keeps_handle: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether this rank raised, and others waited for it, depended on which answer came first."""
+    begin, waiting = PROCESS.world.begin, Waiting(Notifier(), 0.0, PROCESS.world.statistics, Spans())
+    late: list[Pending] = []
+
+    def begin_late(request: Request) -> Pending:
+        if not request.name.endswith("/x"):
+            return begin(request)
+        if late and not late[-1].has_ended:
+            raise UsageError("in flight")
+        late.append(Late(request.name, request.options, SuppliedTransfer(), Progress(0), waiting))
+        return late[-1]
+
+    monkeypatch.setattr(PROCESS.world, "begin", begin_late)
+    tensor = torch.zeros(1)
+    handles = [hvd.allreduce_async(tensor, name="x")]
+    if not keeps_handle:
+        handles.clear()
+    hvd.allreduce(tensor, name="y")
+    hvd.allreduce(tensor, name="x")
+    assert len(late) == 2
+    assert all(handle().tolist() == [0] for handle in handles)
+
+
 def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
     kept = [hvd.allreduce_async(torch.tensor([number])) for number in range(2 * WINDOW)]
     assert len(TURNS._unsettled) == WINDOW
@@ -82,6 +143,12 @@ def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
         hvd.allreduce_async(torch.ones(1))
     gc.collect()
     assert len(TURNS._unsettled) <= WINDOW
+
+
+def test_a_rank_that_has_joined_keeps_no_results_of_the_others() -> None:
+    for number in range(9):
+        TURNS._serve([REDUCES, [[str(number), description(torch.ones(1), average=True)]]])
+        assert list(TURNS._zeros) == [str(number)]
 
 
 def test_names_of_unnamed_tensors_are_bounded() -> None:
@@ -97,6 +164,45 @@ def test_calls_of_an_earlier_job_are_forgotten() -> None:
     hvd.allreduce(torch.ones(1), name="x")
     with pytest.raises(hvd.HorovodInternalError, match="left"):
         left()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_turn_in_which_ctrl_c_comes_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had begun for the other ranks only, and then this rank's calls took their turns one too late."""
+    pushed, begin = list[str](), PROCESS.world.begin
+
+    def begin_then_interrupt(request: Request) -> Pending:
+        pending = begin(request)
+        pushed.append(request.name)
+        if len(pushed) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return pending
+
+    monkeypatch.setattr(PROCESS.world, "begin", begin_then_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        hvd.barrier()
+    hvd.barrier()
+    assert pushed == ["horovod/turn/0"]
+    assert TURNS._taken == 1
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_turn_at_whose_end_ctrl_c_comes_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call was lost, and the next wait for it found no turn."""
+
+    class Interrupting(deque[Any]):
+        def popleft(self) -> Any:
+            oldest = super().popleft()
+            signal.raise_signal(signal.SIGINT)
+            return oldest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TURNS, "_unsettled", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            hvd.barrier()
+        assert not TURNS._unsettled
+    hvd.barrier()
+    assert hvd.allreduce(torch.ones(1)).tolist() == [1]
 
 
 def test_old_and_new_ways_to_name_an_operation() -> None:

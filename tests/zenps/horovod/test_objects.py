@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any, NamedTuple
 
 import msgpack
@@ -15,13 +16,16 @@ from zenps.errors import ProtocolError, UsageError
 from zenps.horovod.objects import from_plain, to_plain
 
 keys = st.integers(-100, 100) | st.text(max_size=3) | st.tuples(st.integers(0, 9), st.text(max_size=2))
-leaves = st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary(max_size=4) | keys
+sizes = st.lists(st.integers(0, 9), max_size=3).map(torch.Size)
+leaves = sizes | st.none() | st.booleans() | st.floats(allow_nan=False) | st.binary(max_size=4) | keys
 objects = st.recursive(
     leaves | st.sets(keys | st.frozensets(keys, max_size=2), max_size=3),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
-        | st.dictionaries(keys | st.just("zenps.horovod"), inner, max_size=3)
+        | st.dictionaries(keys | st.just("zenps.horovod"), inner, max_size=3).flatmap(
+            lambda items: st.sampled_from([items, OrderedDict(items), Counter(items)])
+        )
     ),
     max_leaves=12,
 )
@@ -71,12 +75,28 @@ class Pair(NamedTuple):
     second: tuple[int]
 
 
-def test_a_namedtuple_is_refused() -> None:
-    """It arrived as a tuple, which has no names."""
-    pair = Pair(1, (2,))
-    with pytest.raises(UsageError, match=r"Pair: a namedtuple .* pass its _asdict\(\)"):
-        to_plain([pair])
-    assert sent([pair._asdict(), tuple(pair)]) == [{"first": 1, "second": (2,)}, (1, (2,))]
+class Names(list[str]):
+    """A list with methods."""
+
+
+@pytest.mark.parametrize(
+    ("value", "base"), [(Pair(1, (2,)), "tuple"), (defaultdict(int, a=1), "dict"), (Names("ab"), "list")]
+)
+def test_a_collection_of_a_class_that_other_ranks_may_lack_is_refused(value: Any, base: str) -> None:
+    """It arrived without what its class adds, on the root, too."""
+    message = rf"{type(value).__name__}: it would arrive as a {base}; pass {base}\(…\) of it"
+    with pytest.raises(UsageError, match=message):
+        to_plain([value])
+    plain = {"tuple": tuple, "dict": dict, "list": list}[base](value)
+    assert sent([plain]) == [plain]
+
+
+def test_the_state_of_a_scheduler_arrives_as_it_was() -> None:
+    """Its milestones arrived as a dict, in which torch finds no elements()."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5])
+    scheduler.load_state_dict(sent(scheduler.state_dict()))
+    assert sorted(scheduler.milestones.elements()) == [2, 5, 5]
 
 
 def test_what_cannot_be_made_plain_is_refused() -> None:
@@ -101,6 +121,8 @@ def test_what_cannot_be_made_plain_is_refused() -> None:
         ["frozenset", [[1]]],
         ["dict", [[1]]],
         ["dict", 1, 2, 3, 4],
+        ["Counter", [[[1], 1]]],
+        ["Size", ["os"]],
     ],
 )
 def test_hostile_objects_are_refused(content: list[Any]) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from torch.nn import Parameter
 
 from zenps.errors import ZenPSError
 
+from ...core.interrupts import MASK
 from ...core.pending import Pending
 from ...core.request import device_error
 from .buckets import Bucket, laid_out_as
+from .consistency import Announce
 
 
 class Averages:
@@ -31,6 +34,20 @@ class Averages:
         self.dense: set[Parameter] = set()
         self.is_dropped = False
         self.error: ZenPSError | None = None
+        self._await_others: Callable[[], object] | None = None
+        """Waits until the other ranks have told how they end this step; None until this rank has."""
+
+    def announce(self, announce: Announce, all_drop: bool) -> None:
+        """Tells the other ranks how this step ends, and waits until they have told theirs. After Ctrl-C has
+        interrupted this, another call only waits.
+
+        Raises:
+            ZenPSError: ranks end it in different ways.
+        """
+        if self._await_others is None:
+            with MASK:
+                self._await_others = announce(all_drop)
+        self._await_others()
 
     def take(self) -> None:
         """Waits for all averages, and makes them the gradients of their parameters.

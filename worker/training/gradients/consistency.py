@@ -8,6 +8,10 @@ from collections.abc import Set as AbstractSet
 
 from torch.nn import Parameter
 
+Announce = Callable[[bool], Callable[[], object]]
+"""Tells the other ranks that this one ends a step: True if it drops it. What it returns waits until they have
+told theirs, and raises if these differ; it may be called again."""
+
 
 class Consistency(ABC):
     """What an optimizer does before and after each step.
@@ -21,7 +25,7 @@ class Consistency(ABC):
         passes_per_step: how often backward runs, at least, before gradients are pushed, as the script says.
         accumulates: whether backward only adds up gradients at present, and pushes none.
         may_change_unpushed: whether the script may change gradients that backward has only added up.
-        announce: set inside :func:`zenps.join`: called before a step ends, with True if all ranks drop it.
+        announce: set inside :func:`zenps.join`: called once before a step ends.
     """
 
     step = 0
@@ -32,7 +36,7 @@ class Consistency(ABC):
     passes_per_step = 1
     accumulates = False
     may_change_unpushed = False
-    announce: Callable[[bool], None] | None = None
+    announce: Announce | None = None
 
     @property
     @abstractmethod

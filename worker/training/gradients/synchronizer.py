@@ -301,7 +301,7 @@ class GradientSynchronizer(Consistency):
         """Tells the other ranks what this one does; returns why they do not agree. They push all the same."""
         if self.announce is not None:
             try:
-                self.announce(all_drop)
+                self._pushes.averages.announce(self.announce, all_drop)
             except ZenPSError as error:
                 self._pushes.averages.is_dropped = True
                 return error
