@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.gpu_clock import RESULTS, Bench, begin, describe
-from benchmarks.model_cases import CASES
+from benchmarks.model_cases import CASES, Prepared
 
 
 class Measured(NamedTuple):
@@ -51,14 +51,14 @@ def measure(bench: Bench, name: str, is_whole: bool) -> Measured:
     torch.manual_seed(1)
     case = CASES[name]
     prepared = case.whole(bench.device) if is_whole else case.sampled()
-    p50 = _median_ms(bench, lambda: prepared.run(bench.launcher))
+    p50 = _median_ms(bench, prepared, lambda: prepared.run(bench.launcher))
     floor = prepared.floor_bytes / bench.bytes_per_second * 1000
-    by_torch = prepared.by_torch and _median_ms(bench, prepared.by_torch)
+    by_torch = prepared.by_torch and _median_ms(bench, prepared, prepared.by_torch)
     return Measured(p50, round(floor, 4), round(p50 / floor, 2), predictions()[name], by_torch)
 
 
-def _median_ms(bench: Bench, run: Callable[[], object]) -> float:
-    return round(statistics.median(bench.milliseconds(run)), 4)
+def _median_ms(bench: Bench, prepared: Prepared, run: Callable[[], object]) -> float:
+    return round(statistics.median(bench.milliseconds(run, prepared.reset)), 4)
 
 
 def predictions() -> dict[str, float]:

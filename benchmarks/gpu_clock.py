@@ -32,13 +32,18 @@ class Bench:
         self._warm_ups, self._repeats = (WARM_UPS, REPEATS) if on_gpu else (0, 1)
         self.bytes_per_second = self._measure_bandwidth(1 << 31 if on_gpu else 1 << 16)
 
-    def milliseconds(self, run: Callable[[], object]) -> list[float]:
-        """The times of all repetitions, sorted."""
+    def milliseconds(
+        self, run: Callable[[], object], reset: Callable[[], object] | None = None
+    ) -> list[float]:
+        """The times of all repetitions, sorted; ``reset`` comes before each, and is not timed."""
+        reset = reset or (lambda: None)
         for _ in range(self._warm_ups):
+            reset()
             run()
-        return sorted(self._time_once(run) for _ in range(self._repeats))
+        return sorted(self._time_once(run, reset) for _ in range(self._repeats))
 
-    def _time_once(self, run: Callable[[], object]) -> float:
+    def _time_once(self, run: Callable[[], object], reset: Callable[[], object]) -> float:
+        reset()
         self._flush.zero_()
         if self.device.type != "cuda":
             begin = time.perf_counter()

@@ -115,9 +115,10 @@ class Entry(NamedTuple):
 def evaluate(case: Case) -> Entry:
     """Interprets a case's kernels, and predicts its time."""
     torch.manual_seed(1)
-    run, sampled, floor_bytes, _ = case.sampled()
+    prepared = case.sampled()
+    sampled, floor_bytes = prepared.elements, prepared.floor_bytes
     with _Recorder() as recorder:
-        run(recorder.launcher)
+        prepared.run(recorder.launcher)
     costs = recorder.costs()
     seconds = sum(cost.seconds() for cost in costs) / sampled
     floor_seconds = floor_bytes / sampled / BYTES_PER_SECOND

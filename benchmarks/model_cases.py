@@ -6,7 +6,6 @@ GPU runs the whole gradient.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -48,12 +47,14 @@ class Prepared(NamedTuple):
         elements: of what it runs on.
         floor_bytes: what every way must move.
         by_torch: the same by PyTorch's own operations, where nobody else measures them.
+        reset: undoes what a run changed; not a part of what is timed.
     """
 
     run: Callable[[Launcher], object]
     elements: int
     floor_bytes: float
     by_torch: Callable[[], object] | None = None
+    reset: Callable[[], object] | None = None
 
 
 class Size(NamedTuple):
@@ -89,24 +90,24 @@ def _thinned(dtype: torch.dtype, size: Size) -> Prepared:
     """A gradient and its residual, of which a hundredth is selected by a threshold on the device."""
     elements, count = size.elements, size.elements // 100
     gradient = torch.randn(elements, device=size.device).to(dtype)
-    residual = torch.randn(elements, device=size.device)
+    before = torch.randn(elements, device=size.device)
+    residual = before.clone()
     threshold = (residual + gradient).abs().topk(count).values[-1:].clone()
-    # By turns, so that a residual that is used again has as many great elements as before.
-    gradients = itertools.cycle((gradient, -gradient))
 
     def run(launcher: Launcher) -> object:
-        added, bounds = next(gradients), (0, elements)
-        found = threshold_compact(launcher, residual, added, threshold, bounds, 2 * count, takes=True)
+        bounds = (0, elements)
+        found = threshold_compact(launcher, residual, gradient, threshold, bounds, 2 * count, takes=True)
         return found, residual
 
     def by_torch() -> object:
-        residual.add_(next(gradients))
+        residual.add_(gradient)
         (indices,) = (residual.abs() >= threshold).nonzero(as_tuple=True)
         values = residual[indices]
         residual[indices] = 0
         return indices, values
 
-    return Prepared(run, elements, gradient.nbytes + 2 * residual.nbytes + count * 8, by_torch)
+    floor_bytes = gradient.nbytes + 2 * residual.nbytes + count * 8
+    return Prepared(run, elements, floor_bytes, by_torch, partial(residual.copy_, before))
 
 
 def _ids(size: Size) -> Tensor:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from benchmarks import bench_compaction, bench_model
+from benchmarks.gpu_clock import Bench
 from benchmarks.model_cases import CASES
+from tests.cuda.host.launcher import HostLauncher
 
 
 def test_every_way_and_every_kernel_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,3 +28,19 @@ def test_without_a_gpu_nothing_is_measured(main: object, capsys: pytest.CaptureF
         main([])
     assert ended.value.code == 2
     assert "expected a CUDA device, found none" in capsys.readouterr().err
+
+
+def test_each_repetition_selects_a_hundredth() -> None:
+    torch.manual_seed(1)
+    bench = Bench(torch.device("cpu"), HostLauncher())
+    prepared = CASES["threshold_compact, dense, float32"].sampled()
+    counts: list[int] = []
+
+    def run() -> None:
+        found = prepared.run(bench.launcher)
+        assert isinstance(found, tuple)
+        counts.append(int(found[0].count))
+
+    for _ in range(5):
+        bench.milliseconds(run, prepared.reset)
+    assert counts == [prepared.elements // 100] * 5
