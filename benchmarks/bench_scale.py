@@ -1,7 +1,8 @@
 """Benchmark of scale: what the scheduler and a server do in jobs of 16 to 4096 workers, without any network.
 
 Both are pure state machines, which one process drives here with a message of each node. So the times are
-those of the protocol itself: sockets and sums come on top. ``--docs`` writes a page of the results.
+those of the protocol itself, which decodes each push and encodes each answer: sockets, sums and keys come on
+top. ``--docs`` writes a page of the results.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import math
 import socket as net
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from sync_report import Machine, describe_machine, find_versions
 from zenps.config.settings import ClusterConfig
 from zenps.scheduler.membership.tracker import Membership
 from zenps.server.reducers.base import AllreduceOutcome, Answer
-from zenps.server.rounds.states import HeldPush, Reduce
+from zenps.server.rounds.states import HeldPush, Key, Reduce
 from zenps.server.rounds.tracker import ServerRounds
 from zenps.wire.connections import LOOK_SECONDS, MAX_SHARE, _bytes_received
-from zenps.wire.frames import encode
-from zenps.wire.messages import Push, Result
+from zenps.wire.frames import Decoder, encode
+from zenps.wire.messages import Push, Result, ToServer
 from zenps.wire.scheduler_link import BEATS_PER_LEASE
 from zenps.wire.scheduler_messages import Barrier, Heartbeat, Leave, Register, View
 from zenps.wire.views import ViewEncoder
@@ -64,9 +65,9 @@ class Server(msgspec.Struct):
     """Seconds of one thread."""
 
     push_seconds: float
-    """One push, until it is held."""
+    """One push, decoded, until it is held."""
     reply_seconds: float
-    """One answer of a finished round."""
+    """One rank's share of the answers of a round, which are encoded once, and of the round's end."""
     tick_seconds: float
     """With one round open, twice a second."""
     look_seconds: float
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "scale.json")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="where the page goes")
     options = parser.parse_args(arguments)
+    measure(WORKERS[0])  # the first calls of a process are slower
     sizes = [measure(workers) for workers in options.workers]
     report = Report(describe_machine(), find_versions(), sizes)
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -166,25 +168,30 @@ def measure_server(workers: int) -> Server:
     rounds = ServerRounds(1 << 30, math.inf)
     peers = {rank: _peer("worker", rank) for rank in range(workers)}
     rounds.on_view(1, peers, {}, 0.0)
+    decoder: Decoder[ToServer] = Decoder("job", ToServer)
+    values = memoryview(bytes(1024))
+    reduced: list[Reduce] = []
+
+    def push(envelopes: Mapping[bytes, bytes], now: float) -> None:
+        for peer, envelope in envelopes.items():
+            message = decoder.decode(envelope, [values])
+            assert isinstance(message, Push)
+            actions = rounds.on_push(HeldPush(peer, message, None, values.nbytes), now)
+            reduced.extend(action for action in actions if isinstance(action, Reduce))
+
+    def answer(key: Key, outcome: AllreduceOutcome) -> None:
+        for reply in rounds.replies(key, outcome):
+            encode("job", reply.message, reply.frames)
+        rounds.finish(key, outcome, 0.0)
+
     pushing = replying = 0.0
     for step in range(ROUNDS):
-        reduced: list[Reduce] = []
-
-        def push(step: int = step, reduced: list[Reduce] = reduced) -> None:
-            for rank, peer in peers.items():
-                message = Push(
-                    1, rank, "t", step, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True
-                )
-                actions = rounds.on_push(HeldPush(peer, message, None, 1024), float(step))
-                reduced.extend(action for action in actions if isinstance(action, Reduce))
-
-        pushing += seconds_of(push)
-        (last,) = reduced
-        result, empty = Result(1, "t", step, 0, 256, "none"), memoryview(b"")
-        outcome = AllreduceOutcome([Answer(result, [empty])], 256)
-        replying += seconds_of(partial(rounds.finish, last.key, outcome, 0.0))
-    message = Push(1, 0, "t", ROUNDS, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True)
-    rounds.on_push(HeldPush(peers[0], message, None, 1024), float(ROUNDS))
+        envelopes = {peer: encode("job", _push(rank, step), [values]) for rank, peer in peers.items()}
+        pushing += seconds_of(partial(push, envelopes, float(step)))
+        result = Result(1, "t", step, 0, 256, "none")
+        outcome = AllreduceOutcome([Answer(result, [values])], 256)
+        replying += seconds_of(partial(answer, reduced.pop().key, outcome))
+    rounds.on_push(HeldPush(peers[0], _push(0, ROUNDS), None, values.nbytes), float(ROUNDS))
     tick_seconds = seconds_of(lambda: rounds.on_tick(float(ROUNDS)))
     with (
         net.create_server(("127.0.0.1", 0)) as listener,
@@ -204,6 +211,10 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 def _peer(role: str, number: int) -> bytes:
     return f"{role}-{number:032x}".encode()
+
+
+def _push(rank: int, step: int) -> Push:
+    return Push(1, rank, "t", step, 0, 1, "dense", "float32", (256,), 256, 1, 256, "none", True)
 
 
 def _register(role: str, number: int) -> Register:

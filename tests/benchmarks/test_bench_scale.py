@@ -14,6 +14,24 @@ from bench_scale import Report, page
 print(page(msgspec.json.decode(open(sys.argv[1], "rb").read(), type=Report)), end="")
 """
 
+ANSWERED = """
+import bench_scale
+from collections import Counter
+
+answered, replies = Counter(), bench_scale.ServerRounds.replies
+
+
+def counted(rounds, key, outcome):
+    found = replies(rounds, key, outcome)
+    answered.update(peer for reply in found for peer in reply.peers)
+    return found
+
+
+bench_scale.ServerRounds.replies = counted
+bench_scale.measure_server(8)
+print(len(answered), set(answered.values()) == {bench_scale.ROUNDS})
+"""
+
 
 def run(*command: str) -> str:
     done = subprocess.run(
@@ -36,6 +54,10 @@ def test_a_tiny_run_writes_its_results_and_a_page(tmp_path: Path) -> None:
         assert all(value > 0 for role in ("scheduler", "server") for value in size[role].values())
         assert size["scheduler"]["encoded_bytes"] < size["scheduler"]["sent_bytes"]
     assert "| 8 | 2 |" in docs.read_text()
+
+
+def test_every_worker_is_answered_in_every_round() -> None:
+    assert run("-c", ANSWERED) == "8 True\n"
 
 
 def test_the_page_is_that_of_the_archived_results() -> None:
