@@ -22,7 +22,7 @@ from hosts import why_not_here
 from net_block import Block
 from net_costs import expect
 from net_docs import page
-from net_report import Report, describe_links, plots, sheets
+from net_report import Report, describe_links, find_commit, plots, sheets
 from net_worker import BFLOAT16, GLOO, Measurement, Task, count_steps, count_warm_up_steps
 from rich.console import Console
 from sync_report import describe_machine, find_versions
@@ -49,7 +49,7 @@ USUAL_RATIO, USUAL_SECONDS = 1.2, 0.05
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures what the report lacks; prints the tables; writes JSON, plots and, on request, the page."""
     options = parse(arguments)
-    report = load(options)
+    report, commit = load(options), find_commit()
     tasks = [
         msgspec.structs.replace(task, workloads=names)
         for task in ([] if options.render else plan(options))
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     begin, done = time.monotonic(), 0.0
     for block in blocks(tasks):
         for task, measured in run_block(block, options.set):
-            report.add(measured)
+            report.add([msgspec.structs.replace(each, commit=commit) for each in measured])
             write(report, options.json)
             done += estimate_seconds(task, report)
             passed = time.monotonic() - begin
@@ -129,6 +129,8 @@ def load(options: argparse.Namespace) -> Report:
         sets=options.set,
         characters={name: characterise(WORKLOADS[name].resized(options.scale)) for name in options.workloads},
         measurements=[],
+        steps=options.steps,
+        commit=find_commit(),
     )
     if not (options.resume and options.json.exists()):
         return new

@@ -78,6 +78,18 @@ LIMITS = """\
 """
 
 
+def _measured_later(report: Report) -> str:
+    """The clusters that a resumed run measured with another commit than the first run's."""
+    clusters: dict[str, list[str]] = {}
+    for m in report.measurements:
+        if m.commit != report.commit:
+            clusters.setdefault(m.commit, []).append(f"{m.scheme}, {m.workers} hosts, {m.mbit:g} Mbit/s")
+    return "".join(
+        f" Measured later, with commit {commit}: {'; '.join(dict.fromkeys(names))}."
+        for commit, names in clusters.items()
+    )
+
+
 def page(report: Report, json: Path, docs: Path) -> str:
     """The page; links in it are relative to ``docs``."""
     published = "".join(f"| `{w.name}` | {w.title} | {w.published} |\n" for w in WORKLOADS.values())
@@ -85,7 +97,8 @@ def page(report: Report, json: Path, docs: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     where = (
         f"Measured {report.started[:10]} on {machine.cores} cores ({machine.cpu}, {machine.system}); "
-        f"{versions}; links by {report.links.shaper}, {report.links.congestion_control}.\n"
+        f"{versions}; links by {report.links.shaper}, {report.links.congestion_control}; "
+        f"commit {report.commit}.{_measured_later(report)}\n"
     )
     first, summary, *rest = sheets(report)
     data = Path(os.path.relpath(json.resolve(), docs.resolve().parent))

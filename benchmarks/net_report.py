@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 from hosts import BURST_BYTES, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
-from net_worker import BFLOAT16, GLOO, Measurement, Task
+from net_worker import BFLOAT16, GLOO, UNKNOWN, Measurement, Task
 from rich.table import Table
 from sync_report import Machine
 from workloads import WORKLOADS, Character
@@ -32,12 +33,17 @@ class Links(msgspec.Struct):
     congestion_control: str
 
 
-CONDITIONS: Final = ("machine", "links", "versions", "scale", "sets")
+CONDITIONS: Final = ("machine", "links", "versions", "scale", "steps", "sets")
 """What is the same for all measurements of a report."""
 
 
 class Report(msgspec.Struct):
-    """The JSON file."""
+    """The JSON file.
+
+    Attributes:
+        steps: that are timed at most; None in a file of before this was recorded.
+        commit: of the code that the first run measured; each measurement has its own.
+    """
 
     started: str
     command: list[str]
@@ -48,14 +54,19 @@ class Report(msgspec.Struct):
     sets: list[str]
     characters: dict[str, Character]
     measurements: list[Measurement]
+    steps: int | None = None
+    commit: str = UNKNOWN
 
     def differences(self, other: Report) -> list[tuple[str, object, object]]:
-        """The conditions in which another report differs: the name, its value here, and its value there."""
-        return [
-            (name, here, there)
-            for name in CONDITIONS
-            if (here := getattr(self, name)) != (there := getattr(other, name))
+        """The conditions in which another report differs, and the gradients of workloads that both have:
+        the name, its value here, and its value there."""
+        compared = [(name, getattr(self, name), getattr(other, name)) for name in CONDITIONS]
+        compared += [
+            (f"characters of {name}", self.characters[name], other.characters[name])
+            for name in self.characters
+            if name in other.characters
         ]
+        return [(name, here, there) for name, here, there in compared if here != there]
 
     def lacks(self, task: Task) -> tuple[str, ...]:
         """The workloads of a task that were not measured, or while much was stolen."""
@@ -122,6 +133,16 @@ class Sheet(NamedTuple):
 def describe_links() -> Links:
     """The shaping of links on this machine."""
     return Links("tbf", BURST_BYTES, congestion_control())
+
+
+def find_commit() -> str:
+    """The commit of this checkout; ``-dirty`` follows it if files were changed since."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return UNKNOWN
+    return done.stdout.strip() or UNKNOWN
 
 
 def evaluate(report: Report) -> list[Row]:

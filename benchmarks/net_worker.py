@@ -47,6 +47,9 @@ ENOUGH_SECONDS: Final = 8.0
 """The budget of the timed steps, of which there are at least three."""
 FEWEST_STEPS: Final = 3
 
+UNKNOWN: Final = "unknown"
+"""The commit of code that is in no checkout, or of measurements that did not record it."""
+
 TIMEOUT: Final = timedelta(minutes=3)
 
 # torch 2.13 renamed it.
@@ -86,6 +89,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
         out_bytes, in_bytes: by host, what left and reached it, headers included; the mean over steps.
         pushed_bytes, pulled_bytes: by worker and step, as ``zenps.stats()`` has it; 0 for :data:`GLOO`.
         stolen: of the processor time that the machine wanted meanwhile, the share that others got.
+        commit: of the code that was measured.
     """
 
     workload: str
@@ -99,6 +103,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes: float
     pulled_bytes: float
     stolen: float
+    commit: str = UNKNOWN
 
     @property
     def key(self) -> tuple[str, str, int, float]:

@@ -108,11 +108,14 @@ def test_what_was_measured_otherwise_is_not_resumed(tmp_path: Path) -> None:
     report["machine"]["cores"] += 1
     report["links"]["congestion_control"] = "other"
     report["versions"]["torch"] = "0"
+    report["steps"] += 1
+    report["characters"]["lstm"]["rows"] += 1
     file.write_text(json.dumps(report))
     done = load("--resume", "--set", "sync.codec=coo")
     assert done.returncode == 1
-    named = re.findall(r"(\w+) is ", done.stderr)
-    assert named == ["machine", "links", "versions", "sets"], done.stderr
+    named = re.findall(r"([\w ]+) is ", done.stderr)
+    expected = ["machine", "links", "versions", "steps", "sets", "characters of lstm"]
+    assert [name.strip() for name in named] == expected, done.stderr
 
 
 @pytest.mark.usefixtures("several_hosts")
