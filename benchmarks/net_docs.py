@@ -8,7 +8,9 @@ from pathlib import Path
 from net_report import Report, sheets
 from workloads import WORKLOADS
 
-METHOD = """\
+PACKET_BYTES, PAYLOAD_BYTES = 1514, 1448  # of a full one, by Ethernet, IPv4 and TCP with timestamps
+
+METHOD = f"""\
 <!-- Written by benchmarks/bench_net.py from its own JSON file. Do not edit. -->
 # Benchmarks between hosts
 
@@ -34,8 +36,8 @@ on training.
 
 **Bytes** are those that the token buckets count during the timed steps, with the headers of all packets and
 acknowledgements. The busiest link is the greatest of all hosts and both directions. The formulas are those of
-[planning](planning.md#formulas). They count only payload: 1448 of the 1514 bytes of a full packet, 4.6 %
-less.
+[planning](planning.md#formulas). They count only payload, {PAYLOAD_BYTES} of the {PACKET_BYTES} bytes of a
+full packet: the wire carries {(PACKET_BYTES / PAYLOAD_BYTES - 1) * 100:.1f} % more.
 
 **Predicted** times are those of `zenps plan` and of `auto`: bytes by the formula, over the bandwidth.
 
