@@ -3,7 +3,7 @@
 The ways: push_pull under each partition strategy; dense all_reduce; all_reduce of a sparse tensor;
 all_gather and coalesce. A cluster has one strategy, is flat or hierarchical, and shares memory or does not.
 Each combination is one block, in which ZenPS and gloo take turns on the same gradients. Only times of one
-block are compared.
+block are compared. The file is written after every block.
 
 If an option has several values, the first is the base: each further value is measured with all other
 options at their first.
@@ -46,17 +46,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the tables, writes JSON and plot."""
     options = parse(arguments)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    measurements = []
+    report = Report(started, sys.argv, describe_machine(), find_versions(), [])
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     blocks = list(itertools.product(sweep(options), setups(options)))
     for (workers, case), setup in track(blocks, "Measuring", console=Console(stderr=True), transient=True):
         servers = options.servers or workers
         block = run_block(workers, servers, setup, case)
-        measurements.append(evaluate(workers, servers, setup, case, block))
-    report = Report(started, sys.argv, describe_machine(), find_versions(), measurements)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    plot(measurements, options.plot)
-    Console(width=TABLE_WIDTH).print(*tabulate(measurements), sep="\n")
+        report.measurements.append(evaluate(workers, servers, setup, case, block))
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    plot(report.measurements, options.plot)
+    Console(width=TABLE_WIDTH).print(*tabulate(report.measurements), sep="\n")
     print(f"written: {options.json}, {options.plot}")
 
 

@@ -54,16 +54,21 @@ def run_or_exit(
         environment: variables beside those of this process.
 
     Raises:
-        SystemExit: it failed; the message is its output.
+        SystemExit: it failed, or took too long; the message is its output.
     """
-    done = subprocess.run(
-        command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}: exit status {done.returncode}\n{done.stdout}")
+    try:
+        subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=timeout_seconds,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        outcome, output = f"exit status {error.returncode}", error.output
+    except subprocess.TimeoutExpired as error:
+        outcome, output = f"expected its end within {timeout_seconds:g} s", error.output
+    else:
+        return
+    sys.exit(f"{' '.join(command)}: {outcome}\n{(output or b'').decode(errors='replace')}")

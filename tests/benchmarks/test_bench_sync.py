@@ -12,6 +12,21 @@ import pytest
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_sync.py"
 WAYS = {"zenps", "gloo dense", "gloo sparse", "gloo gather"}
 
+SECOND_BLOCK_FAILS = """
+import sys
+from pathlib import Path
+
+import bench_sync
+import msgspec
+from sync_report import Report
+
+archived, output = map(Path, sys.argv[1:])
+measured = msgspec.json.decode(archived.read_bytes(), type=Report).measurements[0]
+blocks = iter([measured.block])
+bench_sync.run_block = lambda *of: next(blocks, None) or sys.exit("the second block failed")
+bench_sync.main(["--quick", "--json", str(output)])
+"""
+
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARK), *options]
@@ -71,3 +86,18 @@ def test_failed_block_ends_the_run_with_its_output(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "sync.partition" in done.stderr
     assert not output.exists()
+
+
+def test_a_failed_block_leaves_the_report_of_those_before(tmp_path: Path) -> None:
+    archived, output = BENCHMARK.parent / "results" / "loopback-500000x32.json", tmp_path / "sync.json"
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_BLOCK_FAILS, str(archived), str(output)],
+        cwd=BENCHMARK.parent,
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "the second block failed")
+    (measured,) = json.loads(output.read_text())["measurements"]
+    assert measured["block"] == json.loads(archived.read_text())["measurements"][0]["block"]
