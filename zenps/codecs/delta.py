@@ -1,4 +1,4 @@
-"""Delta codec: Rice-coded gaps between positions; within a few percent of the entropy at any density.
+"""Delta codec: Rice-coded gaps between positions; within 4 % of the entropy up to a density of one half.
 
 Positions are permuted, so the gaps between them are geometrically distributed. Golomb's code is optimal for
 these, and Rice's (a power of two as divisor: Rice 1979, https://ntrs.nasa.gov/citations/19790014634) is
