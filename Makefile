@@ -61,7 +61,7 @@ bench-net: .venv/installed
 
 # CPU kernels, those in C beside torch's; on a machine that does nothing else.
 bench-kernels: .venv/installed
-	$(BIN)/python benchmarks/bench_kernels.py --json benchmarks/results/kernels.json
+	$(BIN)/python benchmarks/bench_kernels.py --turns 25 --json benchmarks/results/kernels.json
 
 INPUTS ?= 1000000
 STEPS  ?= 20000

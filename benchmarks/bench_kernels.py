@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 class Result(msgspec.Struct):
-    """Medians of one case, in milliseconds."""
+    """Medians of one case, in milliseconds. Factors are medians, too: of the ratios of all turns."""
 
     name: str
     is_cold: bool
@@ -66,8 +66,9 @@ class Result(msgspec.Struct):
     """Of native kernels with ``threads``."""
     memcpy_ms: float
     over_torch: float
-    """How many times as fast as torch native kernels are: the median of the ratios of all turns."""
+    """How many times as fast as torch native kernels are."""
     times_memcpy: float
+    """How many times as long as memcpy native kernels take."""
 
 
 class Crossing(msgspec.Struct):
@@ -92,6 +93,7 @@ class Report(msgspec.Struct):
 
     machine: Machine
     versions: dict[str, str]
+    turns: int
     threads: int
     flushed_bytes: int
     results: list[Result]
@@ -122,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = [measure(case, ways, flush, options.turns) for case in cases(scale)]
     methods = {method: NativeKernels(pool, library, 1, method) for method in (BITMAP, RADIX)}
     report = Report(
-        *(describe_machine(), find_versions(), options.threads, flush.nbytes, results),
+        *(describe_machine(), find_versions(), options.turns, options.threads, flush.nbytes, results),
         [sparse(span, ways, options.turns) for span in (10**6, 10**7, 10**8, 10**9, 10**12)],
         [
             crossing(rows, per_row, methods, options.turns)

@@ -16,6 +16,7 @@ def test_small_shapes(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "bench_kernels.py"), "--tiny", "--turns", "1"]
     subprocess.run([*command, "--json", str(output)], check=True, capture_output=True, timeout=220)
     report = json.loads(output.read_text())
+    assert report["turns"] == 1
     archived: dict[str, Any] = json.loads((BENCHMARKS / "results" / "kernels.json").read_text())
     for part in ("results", "sparse"):
         assert len(report[part]) == len(archived[part])
