@@ -52,10 +52,12 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
     reason = f"{node.member} is lost: {why or f'silent for {silent:.1f} s, its lease is {lease:g} s'}"
     if node.role == "worker":
         reason += f"; its last step was {node.load.get('step', 0):.0f}; {GONE_ADVICE}"
-    sends = to_all(job.members.alive(), Departed(node.member, True, reason))
+    # The service logs and counts what is sent: if nobody is left, it goes to the lost node.
+    sends = to_all(job.members.alive() or [node], Departed(node.member, True, reason))
     if job.state == "draining":
         job.end_if_drained()
-        return sends + _keep_last_server(job)
+        # A server that has come since then has no rank yet.
+        return (sends if node.rank >= 0 else []) + _keep_last_server(job)
     if was_leaving or job.state in ("failed", "recovering"):
         return sends
     if failure := job.fail_without_quorum(reason):

@@ -213,7 +213,9 @@ def test_a_server_that_is_lost_while_draining_does_not_keep_the_job_from_its_end
     membership = running(workers=1)
     membership.on_message(worker(0), Leave(), 1.0)
     membership.on_message(server(0), Leave(), 1.0)
-    assert membership.on_tick(2 * LEASE_SECONDS) == []
+    departed = only(membership.on_tick(2 * LEASE_SECONDS), server(1))
+    assert isinstance(departed, Departed)
+    assert (departed.member.rank, departed.lost) == (1, True)
     assert (membership.state, membership.failure) == ("stopped", "")
 
 
