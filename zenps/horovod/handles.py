@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,7 +35,8 @@ class Handle:
         self._parts = parts
         self._result: Any = None
         _last_calls.update(dict.fromkeys(names, call))
-        _last_pushes.update(zip(names, (part.pending for part in parts), strict=False))
+        for one, part in zip(names, parts, strict=False):
+            _last_pushes[one], _calls[part.pending] = part.pending, call
         TURNS.take(call)
 
     def done(self) -> bool:
@@ -82,6 +83,9 @@ _last_calls: Final = WeakValueDictionary[str, Call]()
 _last_pushes: Final = WeakValueDictionary[str, Pending]()
 """The last round of each name; while it is in flight, the world keeps it."""
 
+_calls: Final = WeakKeyDictionary[Pending, Call]()
+"""The call of each round. It lives as long as the round, whatever becomes of its handle."""
+
 
 def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[str]:
     """Returns the names of a new call's tensors on the wire.
@@ -100,8 +104,8 @@ def names_of(kind: str, name: str | None, count: int, is_group: bool) -> list[st
         if (before := _last_calls.get(one)) is not None and not before.is_settled:
             raise UsageError(f"{one!r} is in flight; wait for its result before using the name again")
     for one in names:
-        # All ranks have pushed it, and may have its result already.
-        if (pushed := _last_pushes.get(one)) is not None:
+        # Unless the call has failed, all ranks have pushed it, and may have its result already.
+        if (pushed := _last_pushes.get(one)) is not None and _calls[pushed].error is None:
             with contextlib.suppress(ZenPSError):
                 pushed.wait()
     return names

@@ -156,7 +156,7 @@ class Turns:
         Errors are those of :meth:`settle`, and of :func:`zenps.barrier`.
         """
         call = self._barrier
-        if call is None or call.work is None:
+        if call is None or (call.work is None and call.error is not None):
             call = Call(["barrier"], worker.barrier)
             with MASK:
                 self.take(call)
@@ -164,6 +164,7 @@ class Turns:
         elif call.is_settled:  # the interrupt came when the other ranks had made this call
             call.settle(0)
         self.settle(call)
+        self._barrier = None
 
     def join(self) -> int:
         """Serves the calls of the other ranks until all have joined; returns the rank that joined last.

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import zenps as zps
 import zenps.horovod as hvd
-from zenps.errors import UsageError
+from zenps.errors import MismatchError, UsageError
 from zenps.horovod.reduction import description
 from zenps.horovod.turns import REDUCES, TURNS, UNNAMED, WINDOW
 from zenps.worker.core.pending import Pending
-from zenps.worker.core.request import Request
+from zenps.worker.core.request import Options, Request
 from zenps.worker.core.spans import Spans
 from zenps.worker.core.statistics import Progress
 from zenps.worker.core.transfer import SuppliedTransfer
@@ -135,6 +135,19 @@ def test_a_name_is_free_once_a_later_result_was_waited_for_even_if_its_own_is_la
     assert all(handle().tolist() == [0] for handle in handles)
 
 
+def test_nobody_waits_for_the_round_of_a_call_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may not have pushed it."""
+    begin, waiting = PROCESS.world.begin, Waiting(Notifier(), 0.0, PROCESS.world.statistics, Spans())
+    pushed = Late("x", Options(), SuppliedTransfer(), Progress(0), waiting)
+    with monkeypatch.context() as patch:
+        patch.setattr(PROCESS.world, "begin", lambda new: pushed if new.name.endswith("/x") else begin(new))
+        handle = hvd.allreduce_async(torch.zeros(1), name="x")
+    hvd.allreduce(torch.zeros(1), name="y")
+    handle._call.error = MismatchError("ranks make different calls")
+    hvd.allreduce_async(torch.zeros(1), name="x")
+    assert not pushed.has_ended
+
+
 def test_any_number_of_handles_may_be_kept_or_dropped() -> None:
     kept = [hvd.allreduce_async(torch.tensor([number])) for number in range(2 * WINDOW)]
     assert len(TURNS._unsettled) == WINDOW
@@ -196,12 +209,16 @@ def test_a_turn_at_whose_end_ctrl_c_comes_is_settled(monkeypatch: pytest.MonkeyP
             signal.raise_signal(signal.SIGINT)
             return oldest
 
+    taken = TURNS._taken
     with monkeypatch.context() as patch:
         patch.setattr(TURNS, "_unsettled", Interrupting())
         with pytest.raises(KeyboardInterrupt):
             hvd.barrier()
         assert not TURNS._unsettled
     hvd.barrier()
+    assert TURNS._taken == taken + 1
+    hvd.barrier()
+    assert TURNS._taken == taken + 2
     assert hvd.allreduce(torch.ones(1)).tolist() == [1]
 
 
