@@ -136,13 +136,19 @@ def describe_links() -> Links:
 
 
 def find_commit() -> str:
-    """The commit of this checkout; ``-dirty`` follows it if files were changed since."""
-    command = ["git", "describe", "--always", "--dirty"]
+    """The commit of this checkout; ``-dirty`` follows it if code was changed since."""
+    # A benchmark that is resumed has written its results and their page already.
+    root = Path(__file__).parents[1]
+    is_changed = ["diff", "--quiet", "HEAD", "--", ".", ":!benchmarks/results", ":!docs"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+        described, changed = (
+            subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+            for arguments in (["describe", "--always"], is_changed)
+        )
     except FileNotFoundError:
         return UNKNOWN
-    return done.stdout.strip() or UNKNOWN
+    commit = described.stdout.strip()
+    return commit + "-dirty" * (changed.returncode == 1) if commit else UNKNOWN
 
 
 def evaluate(report: Report) -> list[Row]:
