@@ -149,6 +149,9 @@ class Members:
 
     def with_state(self, role: Role | None, *states: NodeState) -> Sequence[Node]:
         """Returns the nodes that are in one of ``states``, in order of role and rank."""
+        # Each of thousands that register asks who has left, and changes what is kept.
+        if role is not None and not self.count(role, *states):
+            return ()
         if (role, states) not in self._by_state:
             nodes = (n for n in self if n.state in states and role in (None, n.role))
             self._by_state[role, states] = tuple(sorted(nodes, key=_role_and_rank))

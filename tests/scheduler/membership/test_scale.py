@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from tests.scheduler.nodes import confirm, make_membership, register, server, worker
-from zenps.scheduler.membership.members import Node
+from zenps.scheduler.membership.members import Members, Node
 from zenps.scheduler.membership.tracker import Membership
 from zenps.wire.frames import Decoder, encode
 from zenps.wire.scheduler_messages import Leave, Register, ToScheduler, View
@@ -59,6 +59,21 @@ def test_a_registration_costs_the_same_however_many_nodes_there_are() -> None:
         return lambda: gathered(workers, workers // 4)
 
     assert cost(1600, gather) < 4 * cost(80, gather)
+
+
+def test_registrations_do_not_look_at_all_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 5120 nodes that took a second of the scheduler's processor."""
+    looks = 0
+    all_nodes = Members.__iter__
+
+    def counted(members: Members) -> Iterator[Node]:
+        nonlocal looks
+        looks += 1
+        return all_nodes(members)
+
+    monkeypatch.setattr(Members, "__iter__", counted)
+    gathered(64, 16)
+    assert looks < 16
 
 
 def returns(workers: int, servers: int) -> dict[bytes, Register]:
