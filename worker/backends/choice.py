@@ -78,9 +78,9 @@ class Choice:
         Args:
             table: the shape of the tensor.
             pushed: rows that all ranks together have pushed.
-            union: distinct rows among these. 0 is ignored: no rank had any rows.
+            union: distinct rows among these. 0 is ignored: no rank had any rows. So are rows of no columns.
         """
-        if not union:
+        if not union or not table.columns:
             return None
         if table != self._table:
             self._table, self.pushed, self.union = table, pushed / self._links.workers, float(union)

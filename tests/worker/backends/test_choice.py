@@ -80,6 +80,13 @@ def test_rounds_without_rows_say_nothing() -> None:
     assert note(choice, OTHER) == [(1, "agsparse")]
 
 
+def test_rows_without_columns_say_nothing() -> None:
+    choice = Choice(LINKS, CANDIDATES)
+    for _ in range(2 * ROUNDS):
+        assert choice.note(Table(6, 0, 4), WORKERS * 4, 3) is None
+    assert choice.scheme is CANDIDATES[0]
+
+
 @given(st.lists(st.tuples(st.sampled_from([SAME, OTHER, OTHER, OTHER]), st.sets(st.integers(0, 2)))))
 @example([(OTHER, set()), (OTHER, {0}), *[(OTHER, set[int]())] * 10])
 def test_ranks_that_differ_after_a_failure_on_some_of_them_differ_in_one_round(
