@@ -15,6 +15,7 @@ Adam does the rest. Each optimizer is wrapped by itself.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -82,7 +83,7 @@ class MaskedLanguageModel(nn.Module):
         self.positions = nn.Parameter(torch.randn(WINDOW, width) * 0.1)
         layer = nn.TransformerEncoderLayer(
             width,
-            max(1, width // 32),
+            math.gcd(width, max(1, width // 32)),  # heads
             4 * width,
             dropout=0.0,
             activation="gelu",
@@ -143,7 +144,7 @@ def main() -> None:
     zps.init()
     # Ranks mask and sample differently. They start from the same parameters, because rank 0's are broadcast.
     torch.manual_seed(args.seed + zps.rank())
-    run = TrainingRun(args.steps, args.seconds, unit="words", units_per_step=args.batch * WINDOW)
+    run = TrainingRun(args.steps, args.seconds, "words", args.batch * WINDOW, args.report)
 
     documents = read_standard_library() if args.data is None else TextFile(args.data)
     words = most_frequent(to_learn(documents), args.vocabulary, MASK)
@@ -169,7 +170,6 @@ def main() -> None:
         f"accuracy on masked words {accuracy_before:.1%} → {accuracy_after:.1%}"
     )
     run.finish(
-        args.report,
         held_out_loss=[loss_before, loss_after],
         held_out_accuracy=[accuracy_before, accuracy_after],
         vocabulary=len(vocabulary),

@@ -119,7 +119,7 @@ def main() -> None:
 
     zps.init()
     torch.manual_seed(args.seed)
-    run = TrainingRun(args.steps, args.seconds, unit="clicks", units_per_step=args.batch)
+    run = TrainingRun(args.steps, args.seconds, "clicks", args.batch, args.report)
     with tempfile.TemporaryDirectory() as folder:
         data = args.data
         if data is None:
@@ -140,7 +140,6 @@ def main() -> None:
     if malformed:
         run.console.print(f"{malformed:,} malformed lines were skipped")
     run.finish(
-        args.report,
         held_out_loss=[loss_before, loss_after],
         held_out_auc=[auc_before, auc_after],
         malformed_lines=malformed,

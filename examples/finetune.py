@@ -1,6 +1,6 @@
 """A small Transformer that knows Python's source is fine-tuned on English: a model without sparse gradients.
 
-Alone, or with two workers and two servers on this machine; on Python's own manual, or on your own text:
+Alone, or with two workers and a server on this machine; on Python's own manual, or on your own text:
 
     python examples/finetune.py
     zenps launch --workers 2 --set sync.sparsifier=topk -- python examples/finetune.py --data corpus.txt
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from training import TrainingRun, argument_parser, existing_file
+from training import TrainingRun, argument_parser, create, existing_file
 
 import zenps as zps
 
@@ -45,7 +45,12 @@ class ByteModel(nn.Module):
         self.bytes = nn.Embedding(BYTES, width)
         self.positions = nn.Parameter(torch.randn(WINDOW, width) * 0.1)
         layer = nn.TransformerEncoderLayer(
-            width, max(1, width // 32), 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            width,
+            math.gcd(width, max(1, width // 32)),
+            4 * width,
+            dropout=0.0,
+            batch_first=True,
+            norm_first=True,
         )
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, BYTES))
@@ -141,7 +146,8 @@ def main() -> None:
     pretrain(model, args.pretrain_steps, 1e-3, args.seed)
 
     zps.init()  # only now: it warns of optimizers that step without it
-    run = TrainingRun(args.steps, args.seconds, unit="bytes", units_per_step=args.batch * WINDOW)
+    run = TrainingRun(args.steps, args.seconds, "bytes", args.batch * WINDOW, args.report)
+    create(args.curve)
     zps.broadcast_parameters(model.state_dict(), root_rank=0)
     model.freeze_embeddings()
 
@@ -159,7 +165,7 @@ def main() -> None:
     )
     if args.curve is not None and zps.rank() == 0:
         args.curve.write_text(json.dumps(curve) + "\n")
-    run.finish(args.report, held_out_loss=[before, after], parameters=count)
+    run.finish(held_out_loss=[before, after], parameters=count)
     zps.shutdown()
 
 

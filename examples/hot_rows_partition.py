@@ -45,7 +45,7 @@ class DealHotRows:
         self.hot_per_slot = hot_per_slot
         self.hot = hot_per_slot * SLOTS
         self.cold_bounds = even_bounds(size - self.hot)
-        self.bounds = self.cold_bounds + torch.arange(SLOTS + 1) * hot_per_slot
+        self.bounds = self.cold_bounds + torch.arange(SLOTS + 1, device="cpu") * hot_per_slot
 
     def forward(self, index: Tensor) -> Tensor:
         hot_position = self.bounds[index % SLOTS] + index // SLOTS

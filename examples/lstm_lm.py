@@ -88,12 +88,14 @@ def options() -> argparse.ArgumentParser:
 def main() -> None:
     parser = options()
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
     zps.init()
     if args.device == "cuda":
         torch.set_default_device(f"cuda:{zps.local_rank() % torch.cuda.device_count()}")
     # Ranks draw different samples. They start from the same parameters, because rank 0's are broadcast.
     torch.manual_seed(args.seed + zps.rank())
-    run = TrainingRun(args.steps, args.seconds, unit="words", units_per_step=args.batch * WINDOW)
+    run = TrainingRun(args.steps, args.seconds, "words", args.batch * WINDOW, args.report)
 
     documents = read_standard_library() if args.data is None else TextFile(args.data)
     vocabulary = Vocabulary(zps.broadcast_object(most_frequent(documents, args.vocabulary)))
@@ -134,7 +136,7 @@ def main() -> None:
         f"held-out loss {before:.3f} → {after:.3f}, "
         f"perplexity {math.exp(before):,.0f} → {math.exp(after):,.0f}"
     )
-    run.finish(args.report, held_out_loss=[before, after], vocabulary=len(vocabulary))
+    run.finish(held_out_loss=[before, after], vocabulary=len(vocabulary))
     zps.shutdown()
 
 

@@ -172,7 +172,7 @@ def main() -> None:
     zps.init()
     # Ranks draw different samples. They start from the same parameters, because rank 0's are broadcast.
     torch.manual_seed(args.seed + zps.rank())
-    run = TrainingRun(args.steps, args.seconds, unit="sentences", units_per_step=args.batch)
+    run = TrainingRun(args.steps, args.seconds, "sentences", args.batch, args.report)
     with tempfile.TemporaryDirectory() as folder:
         if args.source is None:
             args.source, args.target = Path(folder) / "source.txt", Path(folder) / "target.txt"
@@ -198,7 +198,6 @@ def main() -> None:
         f"token accuracy {accuracy_before:.1%} → {accuracy_after:.1%}"
     )
     run.finish(
-        args.report,
         held_out_loss=[loss_before, loss_after],
         held_out_accuracy=[accuracy_before, accuracy_after],
         vocabulary=[len(source), len(target)],

@@ -44,6 +44,12 @@ def existing_file(path: str) -> Path:
     return Path(path)
 
 
+def create(path: Path | None) -> None:
+    """Creates the file that rank 0 writes at the end: a path that is wrong ends the job before it trains."""
+    if path is not None and zps.rank() == 0:
+        path.touch()
+
+
 def _positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
     def parse(text: str) -> Number:
         if not (number := kind(text)) > 0:
@@ -62,9 +68,14 @@ class TrainingRun:
         seconds: limit in seconds; looked at every few steps.
         unit: what is counted, ``"words"`` for instance.
         units_per_step: how many of them one worker processes in a step.
+        report: the file for the final numbers, as JSON.
     """
 
-    def __init__(self, steps: int, seconds: float, unit: str, units_per_step: int) -> None:
+    def __init__(
+        self, steps: int, seconds: float, unit: str, units_per_step: int, report: Path | None
+    ) -> None:
+        create(report)
+        self._report = report
         self.console = Console(quiet=zps.rank() != 0, highlight=False)
         self._steps, self._seconds = steps, seconds
         self._unit, self._units_per_step = unit, units_per_step * zps.size()
@@ -98,12 +109,11 @@ class TrainingRun:
         """Takes the loss of a step, a scalar, into the average that is shown."""
         self._losses.append(loss.detach())
 
-    def finish(self, report: Path | None, **quality: Any) -> None:
-        """Prints the table of the costs of synchronisation; writes it and ``quality`` to ``report`` as
-        JSON."""
+    def finish(self, **quality: Any) -> None:
+        """Prints the table of the costs of synchronisation; writes it and ``quality`` to the report."""
         self.console.print(_table(self._numbers, self._unit))
-        if report is not None and zps.rank() == 0:
-            report.write_text(json.dumps(self._numbers | quality, indent=2) + "\n")
+        if self._report is not None and zps.rank() == 0:
+            self._report.write_text(json.dumps(self._numbers | quality, indent=2) + "\n")
 
     def _agree(self, seconds: float) -> tuple[float, float]:
         """Mean loss since the last time, and mean time so far, over all ranks."""

@@ -95,8 +95,10 @@ def test_a_block_goes_on_where_there_are_more_rows_than_threads(
 
 
 def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
-    with pytest.raises(ConfigError, match=r"sync.table_bytes = 0: expected at least 8000 for Reversed"):
-        device_layout_on(layout_of("reversed", 1000, 1, [0]), CPU)
+    layout = layout_of("reversed", 1000, 1, [0], table_bytes=7999)
+    left = r"sync.table_bytes = '7999 that other tensors leave': expected at least 8000 for Reversed"
+    with pytest.raises(ConfigError, match=left):
+        device_layout_on(layout, CPU)
 
 
 def test_arguments_that_a_kernel_would_misread_are_refused() -> None:

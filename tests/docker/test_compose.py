@@ -87,7 +87,10 @@ def test_a_scheduler_returns_and_a_server_joins(command: Sequence[str]) -> None:
         docker("kill", "--signal", "KILL", *project.containers("scheduler"))
         assert project("start", "scheduler").returncode == 0
         eventually(lambda: is_running(project))
-        assert project("up", "--detach", "--no-recreate", "--scale", "server=3").returncode == 0
+        before = [project.containers(role) for role in ("scheduler", "worker")]
+        added = project("up", "--detach", "--no-recreate", "--no-deps", "--scale", "server=3", "server")
+        assert added.returncode == 0
+        assert [project.containers(role) for role in ("scheduler", "worker")] == before
         eventually(lambda: is_running(project, servers=3))
         stop(project)
         assert project.exit_codes("worker") == [0, 0]

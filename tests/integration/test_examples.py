@@ -244,6 +244,33 @@ def test_files_without_pairs_of_sentences_are_refused_in_a_line(
     assert capsys.readouterr().err.splitlines()[-1] == expected
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(
+    example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal(example("lstm_lm"), monkeypatch, "--device", "cuda")
+    assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_noticed_before_the_training(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "missing" / "report.json"
+    monkeypatch.setattr(sys, "argv", ["lstm_lm.py", "--report", str(path)])
+    monkeypatch.setattr(example("lstm_lm"), "read_standard_library", None)
+    with pytest.raises(FileNotFoundError, match=r"report\.json"):
+        example("lstm_lm").main()
+    zps.shutdown()
+
+
+@pytest.mark.parametrize("width", [1, 100, 200, 320])
+def test_models_are_built_for_any_width(width: int, example: Example) -> None:
+    bert = example("bert").MaskedLanguageModel(50, width, layers=1, samples=4)
+    finetune = example("finetune").ByteModel(width, layers=1)
+    heads = [next(iter(model.encoder.layers)).self_attn.num_heads for model in (bert, finetune)]
+    assert heads == [{1: 1, 100: 1, 200: 2, 320: 10}[width]] * 2
+
+
 def test_one_file_without_the_other_is_refused(
     example: Example, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,7 +51,8 @@ def test_transfers(begin: Callable[[Tensor], Transfer], tensor: Tensor) -> None:
 
 def test_layouts_with_and_without_tables() -> None:
     rows = torch.arange(100)
-    for name, table_bytes in itertools.product(["balanced", "parallel", "centralized"], [0, 1 << 20]):
+    names = ["balanced", "parallel", "centralized", "examples.hot_rows_partition:HotRows"]
+    for name, table_bytes in itertools.product(names, [0, 1 << 20]):
         expected = make_layout(name, 100, 1, [0, 1, 2], table_bytes).positions(rows)
         with torch.device("meta"):
             layout = make_layout(name, 100, 1, [0, 1, 2], table_bytes)

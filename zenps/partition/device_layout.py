@@ -32,7 +32,7 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
         built = layout.tables()
         if built is None:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
-            raise ConfigError("sync.table_bytes", layout.table_bytes, expected)
+            raise ConfigError("sync.table_bytes", f"{layout.budget_bytes} that other tensors leave", expected)
         tables = tuple(built)
     elif isinstance(permutation, Feistel):
         kind = KINDS["feistel"]

@@ -44,7 +44,7 @@ class Layout(ServerRanges):
     position p = π(k), in some slot s; then q = (p + shift[s])·granule + i % granule.
 
     Calls look rows up in two int32 tables of one entry per granule, if these are small and fit in
-    ``table_bytes`` (measured 2 ns a row, against 8); otherwise each call computes. The permutation of a
+    ``budget_bytes`` (measured 2 ns a row, against 8); otherwise each call computes. The permutation of a
     plug-in may be slow: it gets large tables too, once as many rows have been computed as they have entries.
 
     Args:
@@ -54,13 +54,14 @@ class Layout(ServerRanges):
         partition: of the ⌈rows / granule⌉ granules.
         owners: uint16 ``[SLOTS]``, the rank of each slot's server (:func:`zenps.partition.ring.rebalance`).
         servers: the ranks of all servers, ascending.
-        table_bytes: budget for the two tables.
+        budget_bytes: limit of the two tables.
         is_lasting: False if the layout may not last: then it is not worth tables.
 
     Attributes:
         rows_total: ``rows``, as given; ``size`` is this rounded up to whole granules.
         permutation: π of the granules.
         placing, unplacing: the moves from π's order to server-major order, and back.
+        budget_bytes: as given.
         table_bytes: the size of the tables, built or not; 0 if there will be none.
 
     Raises:
@@ -74,7 +75,7 @@ class Layout(ServerRanges):
         partition: Partition,
         owners: NDArray[np.uint16],
         servers: Sequence[int],
-        table_bytes: int,
+        budget_bytes: int,
         is_lasting: bool = True,
     ) -> None:
         granules = _count_granules(rows, granule)
@@ -89,7 +90,8 @@ class Layout(ServerRanges):
         if is_lasting and granules <= MAX_GRANULES:
             self._until_tables = 0.0
         needed, looks_up = 2 * 4 * granules, math.isfinite(self._until_tables)
-        self.table_bytes = needed if looks_up and needed <= table_bytes and granules <= 1 << 31 else 0
+        self.budget_bytes = budget_bytes
+        self.table_bytes = needed if looks_up and needed <= budget_bytes and granules <= 1 << 31 else 0
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
 
