@@ -101,6 +101,12 @@ def test_a_permutation_that_no_kernel_knows_needs_its_tables() -> None:
         device_layout_on(layout, CPU)
 
 
+def test_a_permutation_that_no_kernel_knows_is_refused_where_tables_cannot_be_built() -> None:
+    layout = layout_of("reversed", 2**31 + 1, 1, [0], table_bytes=1 << 40)
+    with pytest.raises(ConfigError, match="expected a built-in one for 2147483649 granules"):
+        device_layout_on(layout, CPU)
+
+
 def test_arguments_that_a_kernel_would_misread_are_refused() -> None:
     device_layout = device_layout_on(layout_of("balanced", 50, 1, [0, 1]), CPU)
     for rows in (torch.zeros(3), torch.zeros((3, 2), dtype=torch.int64), torch.arange(6)[::2]):

@@ -10,7 +10,7 @@ from zenps.errors import ConfigError
 from zenps.kernels.gpu.place import KINDS, DeviceLayout
 
 from .keyspace import Feistel
-from .layout import Layout
+from .layout import MAX_TABLE_GRANULES, Layout
 from .placing import Shift
 
 
@@ -21,7 +21,8 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     other permutation in the layout's tables.
 
     Raises:
-        ConfigError: the tables of another permutation do not fit in ``sync.table_bytes``.
+        ConfigError: the tables of another permutation do not fit in ``sync.table_bytes``, or there are more
+            than 2³¹ granules.
     """
     permutation, granules = layout.permutation, layout.size // layout.granule
     halves: tuple[int, ...] = (1, 1)
@@ -30,6 +31,9 @@ def device_layout_on(layout: Layout, device: torch.device) -> DeviceLayout:
     if not layout.is_built_in:
         kind = KINDS["table"]
         built = layout.tables()
+        if granules > MAX_TABLE_GRANULES:
+            expected = f"a built-in one for {granules} granules; of others, CUDA kernels look up at most 2³¹"
+            raise ConfigError("sync.partition", permutation, expected)
         if built is None:
             expected = f"at least {8 * granules} for {permutation!r}, which CUDA kernels must look up"
             raise ConfigError("sync.table_bytes", f"{layout.budget_bytes} that other tensors leave", expected)

@@ -34,6 +34,9 @@ MAX_LAYOUTS = 1024
 # of ten times as many, which no cache holds, a look-up takes as long as computing.
 MAX_GRANULES = 1 << 20
 
+MAX_TABLE_GRANULES = 1 << 31
+"""Tables are int32."""
+
 _BLOCK = 1 << 18  # granules of a table built at once: bounds the memory beside the table
 
 
@@ -91,7 +94,9 @@ class Layout(ServerRanges):
             self._until_tables = 0.0
         needed, looks_up = 2 * 4 * granules, math.isfinite(self._until_tables)
         self.budget_bytes = budget_bytes
-        self.table_bytes = needed if looks_up and needed <= budget_bytes and granules <= 1 << 31 else 0
+        self.table_bytes = (
+            needed if looks_up and needed <= budget_bytes and granules <= MAX_TABLE_GRANULES else 0
+        )
         self._tables: Tables | None = None
         self._tables_lock = threading.Lock()
 

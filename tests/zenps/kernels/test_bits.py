@@ -59,6 +59,14 @@ def test_numbers_outside_a_bitmap_are_refused(bits: ByNumpy | ByLibrary, number:
         bits.mark(np.array([3, number], np.int64), 16)
 
 
+@both
+@pytest.mark.parametrize("bits_in_all", [1, 10, 15])
+def test_padding_has_no_numbers(bits: ByNumpy | ByLibrary, bits_in_all: int) -> None:
+    assert len(bits.mark(np.array([bits_in_all - 1], np.int64), bits_in_all)) == -(-bits_in_all // 8)
+    with pytest.raises(IndexError):
+        bits.mark(np.array([bits_in_all], np.int64), bits_in_all)
+
+
 @pytest.mark.parametrize("granule_bits", [0, 3])
 def test_a_table_is_looked_up_as_torch_does(monkeypatch: pytest.MonkeyPatch, granule_bits: int) -> None:
     monkeypatch.setattr(tables, "native_library", lambda: LIBRARY)

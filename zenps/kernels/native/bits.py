@@ -74,7 +74,7 @@ class ByLibrary(NamedTuple):
         bitmap = np.empty(-(-bits // 8), np.uint8)
         numbers = np.ascontiguousarray(numbers)
         given = numbers.ctypes.data, len(numbers), bitmap.ctypes.data, bitmap.nbytes
-        if self.library.zenps_mark_bits(*given):
+        if self.library.zenps_mark_bits(*given) or (bits % 8 and bitmap[-1] >> bits % 8):
             raise IndexError(f"numbers outside a bitmap of {bits} bits")
         return bitmap
 

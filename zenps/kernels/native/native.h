@@ -2,7 +2,8 @@
  *
  * A caller measures the keys, gives memory, ranks them, gives memory again, and sums or places the rows. Keys are
  * read once to measure and once to rank, and may change in between, where others write to the same memory: ranking
- * refuses what was not measured, and all that follows reads the ranks, which are the caller's own memory.
+ * refuses what was not measured, and all that follows reads the ranks, in the caller's memory: nobody else may write
+ * there in between.
  */
 #ifndef ZENPS_NATIVE_H
 #define ZENPS_NATIVE_H
