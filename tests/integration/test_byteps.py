@@ -271,6 +271,7 @@ def unnamed_in_two_jobs() -> Tensor:
     return bps.synchronize(bps.push_pull_async(torch.tensor([1.0 + bps.rank()]), average=False))
 
 
+@pytest.mark.long
 def test_unnamed_tensors_of_a_second_job_are_counted_from_0() -> None:
     with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 5}) as cluster:
         assert [result.tolist() for result in cluster.run(unnamed_in_two_jobs)] == [[3.0], [3.0]]

@@ -116,6 +116,7 @@ def test_worker_whose_list_lacks_a_new_server_says_what_to_do(keys: Path, tmp_pa
     )
 
 
+@pytest.mark.long
 def test_worker_that_knows_another_key_of_a_server_does_not_hang(keys: Path, tmp_path: Path) -> None:
     """A server's key was rotated, and the new list is not on the worker's machine."""
     outdated = tmp_path / "outdated.toml"

@@ -440,6 +440,7 @@ def join_in_jobs() -> list[Any]:
     return [first in (0, 1), last, model.weight.tolist(), after]
 
 
+@pytest.mark.long
 def test_a_second_job_goes_on_with_an_optimizer_and_forgets_calls() -> None:
     with Cluster(settings={"cluster.deadline_seconds": 10, "cluster.rejoin_seconds": 5}) as cluster:
         results = cluster.run(join_in_jobs)

@@ -154,6 +154,7 @@ def test_a_partition_that_does_not_exist() -> None:
     assert "no.such:Strategy" in error.text
 
 
+@pytest.mark.long
 def test_rendezvous_names_who_is_missing() -> None:
     settings = {"cluster.rendezvous_seconds": 10}
     with Cluster(workers=3, servers=2, settings=settings, lease_seconds=LEASE_SECONDS) as cluster:

@@ -133,8 +133,9 @@ def go_on_after_an_uneven_end() -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("consistency", ["bsp", pytest.param("ssp", marks=pytest.mark.long)])
-@pytest.mark.parametrize("values", ["same", pytest.param("int8", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("consistency", ["bsp", "ssp"])
+@pytest.mark.parametrize("values", ["same", "int8"])
 def test_an_optimizer_goes_on_in_a_new_job_though_the_last_one_has_ended_unevenly(
     consistency: str, values: str
 ) -> None:
@@ -158,6 +159,7 @@ def leave() -> None:
     zps.shutdown()
 
 
+@pytest.mark.long
 def test_a_server_that_came_when_all_workers_had_left_ends_with_the_job() -> None:
     with Cluster(1, 1, {"cluster.rejoin_seconds": 10}) as cluster:
         cluster.start(leave, init=False).result()

@@ -125,6 +125,7 @@ def test_a_worker_that_left_is_named() -> None:
     assert "worker 1 (host" in barrier.text
 
 
+@pytest.mark.long
 def test_a_script_that_crashes_takes_its_leave(tmp_path: Path) -> None:
     script = tmp_path / "crash.py"
     script.write_text("import zenps as zps\nzps.init()\nraise SystemExit(3)\n")
