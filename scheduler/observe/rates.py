@@ -9,7 +9,7 @@ from zenps.wire.fields import Load
 
 COUNTERS: Final = frozenset({"rounds", "step"}) | {
     *("pushed_bytes", "pulled_bytes", "wait_seconds"),
-    *("received_bytes", "sent_bytes", "busy_seconds"),
+    *("received_bytes", "sent_bytes", "busy_seconds", "late_seconds"),
 }
 """The fields of a load that only rise. All others are gauges, and have no rate."""
 

@@ -19,7 +19,15 @@ from zenps.wire.identity import identity_at, public_identity
 from zenps.wire.messages import GiveUp, Hello, Here, Push
 from zenps.wire.scheduler_messages import Member
 from zenps.wire.shared_memory.arena import Arena, open_arena
-from zenps.wire.sockets import COPY_BELOW_BYTES, LINGER_MS, Socket, connect, open_dealer, send_frames
+from zenps.wire.sockets import (
+    BUSY_SECONDS,
+    COPY_BELOW_BYTES,
+    LINGER_MS,
+    Socket,
+    connect,
+    open_dealer,
+    send_frames,
+)
 
 from ..core.memory import POOL_BYTES
 from ..rounds.states import Frames
@@ -68,6 +76,7 @@ class ServerSockets:
             max_message_bytes=cluster.max_message_bytes,
             keys=self._keys,
             max_queued=AHEAD_MESSAGES if prioritized else 0,
+            silent_seconds=BUSY_SECONDS,
         )
         self._poller = poller
         self._sockets: dict[int, tuple[Process, Socket]] = {}

@@ -17,7 +17,6 @@ from zenps.errors import ConfigError
 from zenps.keys import Keys
 
 from .addresses import bindable, bracketed, is_reached_by_ipv4
-from .frames import MAX_ENVELOPE_BYTES
 
 Socket = zmq.Socket[bytes]
 
@@ -82,18 +81,20 @@ def open_dealer(
     keys: Keys | None = None,
     peer: str = "scheduler",
     max_queued: int = 0,
+    silent_seconds: int = SILENT_SECONDS,
 ) -> Socket:
     """A DEALER for one ROUTER, which knows it by ``identity`` across reconnections.
 
     With ``keys`` it is encrypted, and connects only to the node named ``peer``. At most ``max_queued``
-    messages wait behind those that TCP has taken; 0: any number.
+    messages wait behind those that TCP has taken; 0: any number. ``silent_seconds`` is
+    :data:`SILENT_SECONDS`, or :data:`BUSY_SECONDS` where tensors travel.
     """
     socket = _socket(ctx, zmq.DEALER, max_message_bytes)
     # By default a worker's send queue is bounded by what is in flight, not by a count of messages: a full
     # queue would block the one thread that also has to read.
     socket.setsockopt(zmq.SNDHWM, max_queued)
     socket.setsockopt(zmq.RCVHWM, 0)
-    silent_ms = 1000 * (BUSY_SECONDS if max_message_bytes > MAX_ENVELOPE_BYTES else SILENT_SECONDS)
+    silent_ms = 1000 * silent_seconds
     socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * HEARTBEAT_SECONDS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent_ms)
     socket.setsockopt(zmq.HEARTBEAT_TTL, silent_ms)  # the same for the ROUTER at the other end

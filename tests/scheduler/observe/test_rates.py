@@ -19,6 +19,13 @@ def test_a_rate_is_between_two_heartbeats() -> None:
     assert rates.per_second == {"rounds": 0.0, "sent_bytes": 0.0}
 
 
+def test_the_seconds_of_late_workers_are_a_counter() -> None:
+    rates = Rates()
+    rates.update({"late_seconds": 1.0}, 0.0)
+    rates.update({"late_seconds": 2.0}, 2.0)
+    assert rates.per_second == {"late_seconds": 0.5}
+
+
 def test_close_heartbeats_are_taken_together() -> None:
     rates = Rates()
     for beat in range(9):

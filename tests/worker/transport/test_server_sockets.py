@@ -1,4 +1,4 @@
-"""Server sockets: how those to servers that have left are closed."""
+"""Server sockets: when a connection counts as dead, and how those to servers that have left are closed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import zmq
 from msgspec import structs
 
 from zenps.config.settings import ClusterConfig
+from zenps.wire.frames import MAX_ENVELOPE_BYTES
 from zenps.wire.identity import new_identity
 from zenps.wire.scheduler_messages import Member
-from zenps.wire.sockets import LINGER_MS, Socket, context
+from zenps.wire.sockets import BUSY_SECONDS, LINGER_MS, Socket, context
 from zenps.worker.transport.membership import Membership
 from zenps.worker.transport.server_sockets import ServerSockets
 
@@ -57,4 +58,15 @@ def test_a_closed_socket_lingers_unless_a_server_is_at_its_address(
     RecordingSocket.lingers.clear()
     sockets.follow({server.rank: server for server in servers}, 0.0)
     assert RecordingSocket.lingers == [linger_ms]
+    sockets.close()
+
+
+def test_a_connection_on_which_tensors_travel_is_not_soon_taken_for_dead(ctx: zmq.Context[Socket]) -> None:
+    """However small messages may be: heartbeats wait behind them."""
+    cluster = ClusterConfig(job="job", max_message_bytes=MAX_ENVELOPE_BYTES)
+    membership: Any = SimpleNamespace(cluster=cluster, ctx=ctx, keys=None, identity=new_identity("worker"))
+    sockets = ServerSockets(cast(Membership, membership), zmq.Poller(), prioritized=False)
+    sockets.follow({SERVER.rank: SERVER}, 0.0)
+    ((_, socket),) = sockets._sockets.values()
+    assert socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == 1000 * BUSY_SECONDS
     sockets.close()
