@@ -295,7 +295,7 @@ class Job:
             return False
         if self.can_shrink():
             return bool(lost) and not self.quorum.may_continue()
-        return bool(lost) or not self.members.present("worker")
+        return bool(lost) or not (self.members.present("worker") or self.cluster.rejoin_seconds)
 
     def _begin_another_job(self, now: float) -> list[Send]:
         """Begins another job with the nodes that wait. Those that returned are left over from a dead job."""
