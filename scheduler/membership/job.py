@@ -283,6 +283,8 @@ class Job:
             return self.lose_worker(reason, now)
         if not self.members.present("worker"):
             return self.drain_servers(now)
+        # These workers have not been replaced, so those of a newer generation may be of another job.
+        self.recovery.generation = 0
         if self.recovery.is_changed():
             keeps_ring = self.cluster.is_elastic and not self.recovery.is_ring_changed()
             return self.begin_epoch("a worker removed" if keeps_ring else "members changed", now)

@@ -100,6 +100,20 @@ def test_a_newer_generation_replaces_no_workers_that_torchrun_cannot_restart(hos
     assert (refused.kind, membership.state, membership.live("worker")) == ("usage", "running", 2)
 
 
+@pytest.mark.parametrize("seed", [7, 8])
+def test_nor_does_one_that_came_while_the_scheduler_recovered(seed: int) -> None:
+    """The seed of the job is 7."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    nodes.come(after, [server(0)])
+    stray = register("worker", 0, 900, "elsewhere", {"sync.seed": seed}, generation=1, restarts=2)
+    assert after.on_message(b"stray", stray, 0.0) == []
+    sends = nodes.come(after, [server(1), worker(0), worker(1)])
+    assert isinstance(only(sends, b"stray"), Refused)
+    assert (after.state, after.live("worker")) == ("running", 2)
+    lose(after, worker(1))
+    assert (state_of(after), after.live("worker")) == ("confirming", 1), "it does not wait for torchrun"
+
+
 def on_two_hosts() -> Membership:
     """A job of a worker on each of two hosts, whose agents may restart it twice."""
     membership = make_membership()

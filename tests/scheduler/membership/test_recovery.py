@@ -551,6 +551,14 @@ def test_workers_are_started_again_while_the_scheduler_is_away(first: str, have_
     assert (after.state, {*sent(sends, View)}) == ("confirming", {server(0), server(1)})
 
 
+def test_workers_are_started_again_before_the_scheduler_knows_that_the_old_ones_are_gone() -> None:
+    nodes, after = Nodes(restarts=1), make_membership()
+    nodes.come(after, [server(0)])
+    assert after.on_message(b"new-0", register("worker", 0, 70, generation=1), 0.0) == []
+    nodes.come(after, [server(1), worker(0), worker(1)])
+    assert (after.state, after.name_of(b"new-0"), after.live("worker")) == ("gathering", "worker-0", 1)
+
+
 def test_old_workers_do_not_return_after_new_ones() -> None:
     nodes, after = Nodes(generation=2), make_membership()
     nodes.come(after, [worker(0)])
