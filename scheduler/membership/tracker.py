@@ -36,7 +36,7 @@ from . import departures, generations
 from .actions import Send, to_all
 from .changes import Changes
 from .job import Job
-from .members import Node
+from .members import ALIVE, Node
 from .recovery import without_members
 from .registration import Settings, is_for_recovery, mistaken, refusal, unfit, without_place
 from .states import JOB, JobState
@@ -302,11 +302,11 @@ class Membership:
 
         Before that barrier it may be another process, in a container with the same host name and process id.
         """
-        may_join_again = message.role == "worker" and message.view is None and self.ended_together
-        before = self._job.members.holder("worker", message.rank)
-        if before is None or not (may_join_again and generations.is_of_process(message, before)):
+        if message.role != "worker" or message.view is not None or not self.ended_together:
             return []
-        return departures.on_leave(self._job, before, now)
+        workers = self._job.members.with_state("worker", *ALIVE)
+        before = next((node for node in workers if generations.is_of_process(message, node)), None)
+        return departures.on_leave(self._job, before, now) if before else []
 
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
         """A node with a view of an earlier scheduler registers, or any node while the job recovers."""

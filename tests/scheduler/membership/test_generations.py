@@ -558,6 +558,19 @@ def test_the_registration_of_one_that_joins_again_may_come_before_its_leave(
     assert [member.pid for member in view.workers] == [0, 1]
 
 
+def test_it_may_also_come_before_if_ranks_are_not_requested() -> None:
+    membership = make_membership(rejoin_seconds=REJOIN_SECONDS)
+    gather(membership, (-1, -1))
+    confirm(membership, [server(0), server(1)])
+    for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    sends = membership.on_message(b"new-1", register("worker", -1, pid=1), 1.0)
+    assert sent(sends, Refused) == {}
+    assert membership.on_message(worker(1), Leave(), 1.0) == []
+    view = view_of(membership.on_message(b"new-0", register("worker", -1, pid=0), 2.0))
+    assert [member.pid for member in view.workers] == [1, 0]
+
+
 def test_the_others_hear_that_one_has_left_which_registers_again_before_its_leave() -> None:
     sends = ended().on_message(b"new-1", register("worker", 1, pid=1), 1.0)
     assert {*sent(sends, Departed)} == {worker(0), server(0), server(1)}
