@@ -283,6 +283,8 @@ class Job:
             return self.lose_worker(reason, now)
         if not self.members.present("worker"):
             return self.drain_servers(now)
+        # These workers have not been replaced, so those of a newer generation may be of another job.
+        self.recovery.generation = 0
         if self.recovery.is_changed():
             keeps_ring = self.cluster.is_elastic and not self.recovery.is_ring_changed()
             return self.begin_epoch("a worker removed" if keeps_ring else "members changed", now)
@@ -295,7 +297,7 @@ class Job:
             return False
         if self.can_shrink():
             return bool(lost) and not self.quorum.may_continue()
-        return bool(lost) or not self.members.present("worker")
+        return bool(lost) or not (self.members.present("worker") or self.cluster.rejoin_seconds)
 
     def _begin_another_job(self, now: float) -> list[Send]:
         """Begins another job with the nodes that wait. Those that returned are left over from a dead job."""

@@ -32,7 +32,7 @@ class Recovery:
     Attributes:
         newest: the newest view of the job whose workers return; None before the first view of any job.
         generation: the newest generation of the workers that torchrun has started and that registered without
-            being members.
+            being members; 0 once the job goes on with the workers that have returned.
         waiting: nodes without a view that were not members, by routing identity. They register once the
             recovery is over.
         ended: the host on which the process of a node is reported to have ended last, by role and rank. It

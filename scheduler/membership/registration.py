@@ -23,6 +23,12 @@ _ENDED: Final = f"this job has ended, because all its workers have left; {_REJOI
 _ENDS: Final = f"a worker has left this job, which ends when all its workers have left; {_REJOIN}"
 
 
+def is_for_recovery(message: Register, job: Job) -> bool:
+    """True if the job recovers, or must begin to, because this node has a view and the scheduler has none."""
+    begins = message.view is not None and job.views.epoch == 0 and not job.has_replaced
+    return begins or job.state == "recovering"
+
+
 def refusal(message: Register, job: Job) -> Refused | None:
     """Returns why a node can neither join the job nor return to it; None if it may do one of them."""
     if job.state == "failed":
@@ -33,7 +39,8 @@ def refusal(message: Register, job: Job) -> Refused | None:
     if message.view is not None and not job.views.is_genuine(message.view):
         reason = "no scheduler of this job has made the view that it registers with; start it again"
         return Refused("lost", reason)
-    if generations.is_stale(message, job):
+    # The newest view says which workers are members, whatever their agents have counted.
+    if not is_for_recovery(message, job) and generations.is_stale(message, job):
         why = f": {job.restart_reason}" if job.restart_reason else ""
         return Refused("lost", f"torchrun has restarted the workers{why}")
     return None

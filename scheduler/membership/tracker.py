@@ -36,9 +36,9 @@ from . import departures, generations
 from .actions import Send, to_all
 from .changes import Changes
 from .job import Job
-from .members import Node
+from .members import ALIVE, Node
 from .recovery import without_members
-from .registration import Settings, mistaken, refusal, unfit, without_place
+from .registration import Settings, is_for_recovery, mistaken, refusal, unfit, without_place
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
@@ -282,16 +282,16 @@ class Membership:
 
     def _on_register(self, peer: bytes, message: Register, now: float) -> list[Send]:
         job = self._job
-        is_for_recovery = self._is_for_recovery(message)
+        for_recovery = is_for_recovery(message, job)
         refused = refusal(message, job)
-        if refused is None and not is_for_recovery:
+        if refused is None and not for_recovery:
             refused = unfit(message, job, self._settings)
         if refused is not None:
             return [Send(peer, refused)]
         sends = self._leave_before(message, now)
         if generations.is_restart(message, job):
             job.restart_workers(max(message.generation, job.generation), now)
-        if is_for_recovery:
+        if for_recovery:
             return self._on_recovery(peer, message, now)
         if (refused := without_place(message, job)) is not None:
             return [*sends, Send(peer, refused)]
@@ -302,17 +302,11 @@ class Membership:
 
         Before that barrier it may be another process, in a container with the same host name and process id.
         """
-        may_join_again = message.role == "worker" and message.view is None and self.ended_together
-        before = self._job.members.holder("worker", message.rank)
-        if before is None or not (may_join_again and generations.is_of_process(message, before)):
+        if message.role != "worker" or message.view is not None or not self.ended_together:
             return []
-        return departures.on_leave(self._job, before, now)
-
-    def _is_for_recovery(self, message: Register) -> bool:
-        """True if the job recovers, or must begin to, because this node has a view and the scheduler has
-        none."""
-        begins = message.view is not None and self.epoch == 0 and not self._job.has_replaced
-        return begins or self.state == "recovering"
+        workers = self._job.members.with_state("worker", *ALIVE)
+        before = next((node for node in workers if generations.is_of_process(message, node)), None)
+        return departures.on_leave(self._job, before, now) if before else []
 
     def _on_recovery(self, peer: bytes, message: Register, now: float) -> list[Send]:
         """A node with a view of an earlier scheduler registers, or any node while the job recovers."""

@@ -100,6 +100,20 @@ def test_a_newer_generation_replaces_no_workers_that_torchrun_cannot_restart(hos
     assert (refused.kind, membership.state, membership.live("worker")) == ("usage", "running", 2)
 
 
+@pytest.mark.parametrize("seed", [7, 8])
+def test_nor_does_one_that_came_while_the_scheduler_recovered(seed: int) -> None:
+    """The seed of the job is 7."""
+    nodes, after = Nodes(), make_membership(on_worker_loss="continue")
+    nodes.come(after, [server(0)])
+    stray = register("worker", 0, 900, "elsewhere", {"sync.seed": seed}, generation=1, restarts=2)
+    assert after.on_message(b"stray", stray, 0.0) == []
+    sends = nodes.come(after, [server(1), worker(0), worker(1)])
+    assert isinstance(only(sends, b"stray"), Refused)
+    assert (after.state, after.live("worker")) == ("running", 2)
+    lose(after, worker(1))
+    assert (state_of(after), after.live("worker")) == ("confirming", 1), "it does not wait for torchrun"
+
+
 def on_two_hosts() -> Membership:
     """A job of a worker on each of two hosts, whose agents may restart it twice."""
     membership = make_membership()
@@ -542,6 +556,19 @@ def test_the_registration_of_one_that_joins_again_may_come_before_its_leave(
     assert membership.on_message(worker(1), Leave(), 1.0) == []
     view = view_of(membership.on_message(b"new-0", register("worker", 0, pid=0), 2.0))
     assert [member.pid for member in view.workers] == [0, 1]
+
+
+def test_it_may_also_come_before_if_ranks_are_not_requested() -> None:
+    membership = make_membership(rejoin_seconds=REJOIN_SECONDS)
+    gather(membership, (-1, -1))
+    confirm(membership, [server(0), server(1)])
+    for number in (0, 1):
+        membership.on_message(worker(number), Barrier(LAST_BARRIER), 1.0)
+    sends = membership.on_message(b"new-1", register("worker", -1, pid=1), 1.0)
+    assert sent(sends, Refused) == {}
+    assert membership.on_message(worker(1), Leave(), 1.0) == []
+    view = view_of(membership.on_message(b"new-0", register("worker", -1, pid=0), 2.0))
+    assert [member.pid for member in view.workers] == [1, 0]
 
 
 def test_the_others_hear_that_one_has_left_which_registers_again_before_its_leave() -> None:

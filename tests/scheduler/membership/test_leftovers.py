@@ -146,16 +146,36 @@ def test_new_nodes_begin_when_the_old_job_cannot_go_on(
     assert_begins(after, come(after, [server(11)], ENOUGH_SECONDS), ENOUGH_SECONDS)
 
 
-def test_new_nodes_begin_when_no_worker_of_the_old_job_is_left() -> None:
-    before, after = Nodes(), make_membership()
+def all_workers_had_left() -> Nodes:
+    nodes = Nodes()
     for peer in (server(0), server(1)):
-        over = msgspec.structs.replace(before.views[peer], left=(0, 1))
-        after.on_message(peer, msgspec.structs.replace(before.again(peer), view=over), ENOUGH_SECONDS - 1)
+        nodes.views[peer] = msgspec.structs.replace(nodes.views[peer], left=(0, 1))
+    return nodes
+
+
+def test_new_nodes_begin_when_no_worker_of_the_old_job_is_left() -> None:
+    before, after = all_workers_had_left(), make_membership()
+    before.come(after, [server(0), server(1)], ENOUGH_SECONDS - 1)
     come(after, [worker(10)], ENOUGH_SECONDS - 1)
     keep_alive(after, 2 * ENOUGH_SECONDS - 1, [server(0), server(1)])
     come(after, [worker(10)], 2 * ENOUGH_SECONDS - 1)
     assert {*sent(after.on_tick(2 * ENOUGH_SECONDS), Refused)} == {server(0), server(1)}
     assert after.state == "gathering"
+
+
+@pytest.mark.parametrize("how_many", [1, 2])
+def test_servers_that_wait_for_workers_are_not_left_over_when_these_join_again(how_many: int) -> None:
+    before, after = all_workers_had_left(), make_membership(rejoin_seconds=40.0)
+    before.come(after, [server(0), server(1)])
+    for now in (0.0, ENOUGH_SECONDS - 1):
+        keep_alive(after, now, [server(0), server(1)])
+        assert come(after, [worker(10), worker(11)][:how_many], now) == []
+    sends = after.on_tick(ENOUGH_SECONDS)
+    sends += come(after, [worker(10), worker(11)][how_many:], ENOUGH_SECONDS)
+    assert sent(sends, Refused) == {}
+    assert sent(sends, View).keys() == {server(0), server(1)}
+    views = sent(confirm(after, [server(0), server(1)], ENOUGH_SECONDS), View)
+    assert views.keys() == {worker(10), worker(11)}
 
 
 def test_new_nodes_have_their_own_rendezvous() -> None:
@@ -212,9 +232,7 @@ def test_a_new_server_at_an_old_address_is_of_the_new_job() -> None:
 
 def test_servers_wait_for_new_nodes_before_they_are_told_to_stop() -> None:
     """All workers have left, and the scheduler ended before it said so. Another job may begin."""
-    before, after = Nodes(), make_membership()
-    view = msgspec.structs.replace(before.views[server(0)], left=(0, 1))
-    before.views[server(0)] = before.views[server(1)] = view
+    before, after = all_workers_had_left(), make_membership()
     assert before.come(after, [server(0), server(1)]) == []
     assert after.state == "recovering"
     assert_begins(after, come(after))

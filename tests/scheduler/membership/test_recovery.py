@@ -70,6 +70,10 @@ class Nodes:
             worker(first + n): register("worker", n, first_pid + n, generation=generation, restarts=restarts)
             for n in range(workers)
         } | {server(first + n): register("server", pid=50 + first_pid + n) for n in range(servers)}
+        self.gather()
+
+    def gather(self) -> None:
+        """All register at the first scheduler, and get their views."""
         for peer, message in self.registers.items():
             self.hear(self.before.on_message(peer, message, 0.0))
         self.confirm()
@@ -187,9 +191,7 @@ def test_workers_in_containers_of_one_host_are_known_by_their_ranks() -> None:
     for number in (0, 1):  # each is process 1 of its container, and all have the machine's network
         nodes.registers[worker(number)] = register("worker", number, pid=1)
     nodes.before = make_membership()
-    for peer, message in nodes.registers.items():
-        nodes.hear(nodes.before.on_message(peer, message, 0.0))
-    nodes.confirm()
+    nodes.gather()
     assert nodes.come(after, [worker(1), server(0), worker(0), server(1)]) == []
     assert (after.state, after.epoch) == ("running", 1)
     assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
@@ -331,9 +333,7 @@ def test_a_server_that_was_started_again_meanwhile_gets_another_ring() -> None:
     """As in a container: process number and address are those of before, and no push is there."""
     nodes = Nodes()
     nodes.before = make_membership(on_worker_loss="continue")
-    for peer, message in nodes.registers.items():
-        nodes.hear(nodes.before.on_message(peer, message, 0.0))
-    nodes.confirm()
+    nodes.gather()
     after = make_membership(on_worker_loss="continue")
     nodes.come(after, [worker(0), worker(1), server(1)])
     sends = after.on_message(b"server-0-again", nodes.registers[server(0)], 0.0)
@@ -551,8 +551,67 @@ def test_workers_are_started_again_while_the_scheduler_is_away(first: str, have_
     assert (after.state, {*sent(sends, View)}) == ("confirming", {server(0), server(1)})
 
 
+def test_workers_are_started_again_before_the_scheduler_knows_that_the_old_ones_are_gone() -> None:
+    nodes, after = Nodes(restarts=1), make_membership()
+    nodes.come(after, [server(0)])
+    assert after.on_message(b"new-0", register("worker", 0, 70, generation=1), 0.0) == []
+    nodes.come(after, [server(1), worker(0), worker(1)])
+    assert (after.state, after.name_of(b"new-0"), after.live("worker")) == ("gathering", "worker-0", 1)
+
+
 def test_old_workers_do_not_return_after_new_ones() -> None:
     nodes, after = Nodes(generation=2), make_membership()
     nodes.come(after, [worker(0)])
-    refused = only(after.on_message(b"old", register("worker", 1, generation=1), 1.0), b"old")
+    assert after.on_message(b"old", register("worker", 1, generation=1), 1.0) == []
+    sends = nodes.come(after, [worker(1), server(0), server(1)], 1.0)
+    assert after.state == "running"
+    assert only(sends, b"old") == Refused("lost", "torchrun has restarted the workers")
+
+
+def of_two_agents() -> Nodes:
+    """Worker 1 has failed once, which its torchrun agent has counted, and that of worker 0 has not."""
+    nodes = Nodes()
+    nodes.before = make_membership()
+    nodes.registers = {
+        worker(1): register("worker", 1, 1, "node1", generation=1, restarts=1),
+        worker(0): register("worker", 0, 0, "node0", generation=0, restarts=2),
+        server(0): nodes.registers[server(0)],
+        server(1): nodes.registers[server(1)],
+    }
+    nodes.gather()
+    return nodes
+
+
+@pytest.mark.parametrize("without_view", [None, worker(0), worker(1)])
+@pytest.mark.parametrize("order", [*itertools.permutations([worker(0), worker(1), server(0)])])
+def test_workers_return_whose_agents_have_counted_different_restarts(
+    order: Sequence[bytes], without_view: bytes | None
+) -> None:
+    nodes, after = of_two_agents(), make_membership()
+    if without_view:
+        nodes.views.pop(without_view)  # lost with the scheduler
+    sends = nodes.come(after, [*order, server(1)])
+    sends += nodes.come(after, order)  # those that registered before the recovery began are asked again
+    assert sent(sends, Refused) == {}
+    confirm(after, [server(0), server(1)])
+    assert after.state == "running"
+    assert [after.name_of(worker(number)) for number in (0, 1)] == ["worker-0", "worker-1"]
+
+
+@pytest.mark.parametrize("old_comes_at", range(5))
+def test_a_worker_that_torchrun_has_replaced_does_not_return(old_comes_at: int) -> None:
+    """It has the view of before the restart."""
+    nodes, after = Nodes(restarts=1), make_membership()
+    old = nodes.again(worker(0))
+    nodes.registers |= {
+        b"new-%d" % number: register("worker", number, 70 + number, generation=1) for number in (0, 1)
+    }
+    nodes.gather()
+    members = [b"new-0", server(0), b"new-1", server(1)]
+    nodes.come(after, members[:old_comes_at])
+    sends = after.on_message(worker(0), old, 0.0)
+    nodes.come(after, members[old_comes_at:])
+    assert (after.state, after.epoch) == ("running", 2)
+    assert [after.name_of(peer) for peer in (b"new-0", worker(0))] == ["worker-0", ""]
+    refused = only(sends or after.on_message(worker(0), old, 1.0), worker(0))
     assert refused == Refused("lost", "torchrun has restarted the workers")
