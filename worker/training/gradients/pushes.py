@@ -70,6 +70,7 @@ class GradientPushes:
         """Forgets the steps so far, because a rank that has joined does not know them."""
         self.averages = Averages()
         self.outdated.clear()
+        self.sparsified.clear()
         self._dense.clear()
         self._residuals.end_step()
         self.await_gradients()
