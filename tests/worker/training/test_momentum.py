@@ -145,6 +145,20 @@ def test_what_a_script_has_set_between_two_jobs_is_not_overwritten(
     assert [each["momentum"] for each in optimizer.param_groups] == [0.125, 0.5]
 
 
+def test_an_optimizer_is_wrapped_again_with_the_groups_that_it_has_then(
+    optimizer: torch.optim.SGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the refusal of add_param_group() says. Each step raised IndexError."""
+    own = wrap(monkeypatch, "dgc", optimizer)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "weight_decay": 0.125})
+    wrapped = zps.DistributedOptimizer(optimizer)
+    groups = wrapped.state_dict()["param_groups"]
+    assert [{key: group[key] for key in own} for group in groups] == [own, own | {"weight_decay": 0.125}]
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
+    wrapped.step()
+    assert optimizer.param_groups[1]["params"][0].tolist() == [1 - 1.125] * 2
+
+
 def test_an_optimizer_that_goes_on_alone_applies_its_momentum_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the job before, the sparsifier applied it. The large matrices trained on without momentum."""
     world: Any = FakeWorld()
