@@ -174,8 +174,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :meth:`TrainingState.commit` before
-        it admits workers. Gradients are cleared then. Without a staleness it does nothing. Errors are those
+        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :class:`TrainingState` before it
+        makes ranks equal. Gradients are cleared then. Without a staleness it does nothing. Errors are those
         of :func:`zenps.push_pull`.
 
         Raises:
