@@ -276,8 +276,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it, or an embedding that was unfrozen
-                or added has ``max_norm``.
+            UsageError: a gradient was changed since backward computed it, an embedding that was unfrozen or
+                added has ``max_norm``, or the optimizer was wrapped in an earlier job of other settings.
         """
         self._consistency.synchronize()
 

@@ -560,6 +560,47 @@ def test_in_a_new_job_buckets_are_those_that_its_settings_need(
     assert [each.options.parts.flags.step for each in buckets if each.options.parts] == [RUN] * 2
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "got"),
+    [
+        ({}, {"staleness": 2}, "got sync.consistency = ssp with sync.staleness = 2"),
+        ({"staleness": 1}, {"staleness": 0}, "got sync.consistency = bsp"),
+        ({"staleness": 1}, {"staleness": 2}, "got sync.consistency = ssp with sync.staleness = 2"),
+        ({}, {"averages_models": True}, "got sync.consistency = ds-sync"),
+        ({"sparsifier": "topk"}, {"sparsifier": "dgc"}, "got sync.sparsifier = dgc"),
+        ({"sparsifier": "dgc"}, {"sparsifier": "topk"}, "got a sync.sparsifier that takes no momentum"),
+        ({"sparsifier": "none"}, {"sparsifier": "exdyna"}, ""),
+        ({"sparsifier": "dgc"}, {"sparsifier": "dgc"}, ""),
+        ({"staleness": 1}, {"is_distributed": False, "staleness": 0}, ""),
+    ],
+    ids=str,
+)
+def test_an_optimizer_goes_on_in_a_job_for_whose_settings_it_is_wrapped(
+    before: dict[str, Any], now: dict[str, Any], got: str, world: FakeWorld, model: Model
+) -> None:
+    """It trained as in the job in which it was wrapped, or without momentum."""
+
+    def join(settings: dict[str, Any]) -> None:
+        change_settings(world, **{key: settings[key] for key in settings if key == "sparsifier"})
+        for name in settings.keys() - {"sparsifier"}:
+            setattr(world, name, settings[name])
+
+    model.words.requires_grad_(False)
+    join({"sparsifier": "none"} | before)
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    join({"sparsifier": "none"} | now)
+    optimizer._consistency.reset()
+    pushed = world.pushed.copy()
+    for _ in range(2):
+        model.loss().backward()
+        with pytest.raises(UsageError, match=f"{got}; wrap") if got else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert bool(world.pushed - pushed) == (not got and world.is_distributed)
+
+
 def test_ranks_agree_in_a_new_job_though_only_some_had_agreed_in_the_last_one(
     world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None]
 ) -> None:
