@@ -57,7 +57,7 @@ def train(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         loss_of(model, step, device).backward()
         optimizer.step()
     if dtype == torch.float32:  # others are sparsified on the host
-        tables: dict[str, Tensor] = optimizer._consistency._pushes._residuals._tables
+        tables: dict[str, Tensor] = optimizer._consistency._agreement.residuals._tables
         # The residual of a sparse gradient is on the host.
         kept = {table.device.type for name, table in tables.items() if not name.endswith("0.weight")}
         assert kept == {device}

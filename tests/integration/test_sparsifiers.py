@@ -513,7 +513,7 @@ def float_loss(model: nn.Module, step: int, rank: int) -> Tensor:
 def everything(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Weights, residuals and what sparsifiers know; but not how often they have pushed."""
     found = {name: value.clone() for name, value in values_of(model).items()}
-    tables = optimizer._consistency._pushes._residuals._tables
+    tables = optimizer._consistency._agreement.residuals._tables
     found |= {name: table.clone() for name, table in tables.items()}
     if PROCESS.world.sparsification is not None:
         for name, state in zps.sparsifier_state_dict()["tensors"].items():

@@ -164,7 +164,7 @@ def train_with_a_pause() -> tuple[Tensor, Tensor, Tensor]:
             loss = loss + paused @ gradients[0]
         loss.backward()
         optimizer.step()
-    (kept,) = optimizer._consistency._pushes._residuals._tables.values()
+    (kept,) = optimizer._consistency._agreement.residuals._tables.values()
     return -paused.detach(), kept[100:200, 0], 2 * gradients[0]  # buckets are filled from the end
 
 

@@ -226,15 +226,15 @@ class Sparsification:
         """Returns the tensor's residual and sparsifier, with what was loaded or shared for them."""
         tensor, name, options = request
         assert options.residuals is not None
+        place = options.pusher or (self._rank, self._world)
+        seed, settings = self._config.sync.seed, self._config.sparsifier
+        task = Task(name, tensor.numel(), *place, seed, settings, options.momentum)
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         feedback = options.residuals.feedback(name, tensor.numel(), dtype, device)
-        is_new = feedback.sparsifier is None
-        if is_new:
+        if feedback.sparsifier is None:
             self._check_known(name)
-        # Steps count from 0 again when workers join. Then all ranks have the same state: the shared one, or
-        # none.
-        if is_new or (step == 0 and self.kind.exchange == "agreed"):
-            feedback.sparsifier, feedback.counts = self._new_sparsifier(request), None
+        if feedback.sparsifier is None or (step == 0 and self._begins_anew(feedback.sparsifier, task)):
+            feedback.sparsifier, feedback.counts = self.kind(task), None
         if step == 0:
             feedback.first_step = 0
         if (state := self._loaded.pop(name, None)) is not None:
@@ -247,6 +247,14 @@ class Sparsification:
         self._feedback[name] = feedback
         return feedback
 
+    def _begins_anew(self, sparsifier: Sparsifier, task: Task) -> bool:
+        """Returns whether a new one replaces a tensor's sparsifier in step 0: in a new job, and when workers
+        have joined.
+        """
+        if self.kind.exchange == "agreed":  # all ranks have the same state: the shared one, or none
+            return True
+        return type(sparsifier) is not self.kind or sparsifier.task != task
+
     def _check_known(self, name: str) -> None:
         """Raises a UsageError for a tensor that a loaded state does not have."""
         if self._loaded and without_turn(name) not in self._known:
@@ -255,12 +263,6 @@ class Sparsification:
                 "optimizers are numbered in the order in which they are wrapped after zenps.init(): wrap as "
                 "many before as in the saved job, or resume after shutdown() and init()"
             )
-
-    def _new_sparsifier(self, request: Request) -> Sparsifier:
-        tensor, name, options = request
-        place = options.pusher or (self._rank, self._world)
-        seed, settings = self._config.sync.seed, self._config.sparsifier
-        return self.kind(Task(name, tensor.numel(), *place, seed, settings, options.momentum))
 
 
 class Sparsified(Transform):

@@ -94,14 +94,25 @@ class TrainingState:
         # Ranks learn of joining workers at different times, but must all admit them at the same step.
         joining = torch.tensor([int(world.has_joining_workers())], device="cpu")
         if world.begin(Request(joining, "state/joining")).wait().item():
-            for optimizer in self._optimizers:
-                if isinstance(optimizer, DistributedOptimizer):
-                    optimizer.drain()
+            self._drain()
             world.admit()
-            self.sync()
+            self._equalize()
 
     def sync(self) -> None:
-        """Makes all ranks equal, in place, to the lowest rank that is not joining."""
+        """Makes all ranks equal, in place, to the lowest rank that is not joining.
+
+        Before, these ranks drain the optimizers: see :meth:`DistributedOptimizer.drain`.
+        """
+        if not PROCESS.world.is_joining:
+            self._drain()
+        self._equalize()
+
+    def _drain(self) -> None:
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer.drain()
+
+    def _equalize(self) -> None:
         world = PROCESS.world
         has_state, world.is_joining = not world.is_joining, False
         try:

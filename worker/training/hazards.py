@@ -83,6 +83,41 @@ def check_scaler() -> None:
         )
 
 
+def present_consistency() -> str:
+    """Returns ``sync.consistency`` as it acts in this world, and the staleness if there is one."""
+    world = PROCESS.world
+    if world.averages_models:
+        return "ds-sync"
+    return f"ssp with sync.staleness = {world.staleness}" if world.staleness else "bsp"
+
+
+def needs_of_optimizer() -> tuple[str, str]:
+    """Returns the settings that decide how an optimizer is wrapped."""
+    sparsification = PROCESS.world.sparsification
+    sparsifier = "a sync.sparsifier that takes no momentum"
+    if sparsification is not None and sparsification.kind.takes_momentum:
+        sparsifier = f"sync.sparsifier = {sparsification.name}"
+    return f"sync.consistency = {present_consistency()}", sparsifier
+
+
+def check_needs(wrapped_for: tuple[str, str]) -> None:
+    """Checks that an optimizer which goes on in a new job is wrapped as that job's settings need it.
+
+    Args:
+        wrapped_for: what :func:`needs_of_optimizer` has returned when the optimizer was wrapped.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if PROCESS.world.is_distributed:
+        for expected, got in zip(wrapped_for, needs_of_optimizer(), strict=True):
+            if expected != got:
+                raise UsageError(
+                    f"expected a job with {expected}, as when this optimizer was wrapped, got {got}; wrap "
+                    "the optimizer again on all ranks"
+                )
+
+
 def check_applied_at_once(what: str) -> None:
     """Checks that settings suit a module that averages gradients for an optimizer that is not wrapped.
 
@@ -93,8 +128,7 @@ def check_applied_at_once(what: str) -> None:
         UsageError: an optimizer must apply them later, average models, or give its momentum.
     """
     world = PROCESS.world
-    if world.staleness or world.averages_models:
-        got = "ds-sync" if world.averages_models else f"ssp with sync.staleness = {world.staleness}"
+    if (got := present_consistency()) != "bsp":
         raise UsageError(
             f"{what} applies averages at once: expected sync.consistency = bsp, got {got}; use bsp, or "
             "DistributedOptimizer"

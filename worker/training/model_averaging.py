@@ -47,6 +47,7 @@ class ModelAveraging(Consistency):
         parameters: Mapping[str, Parameter],
         buffers: Iterable[tuple[str, Tensor]],
     ) -> None:
+        super().__init__()
         self._optimizer = optimizer
         self._parameters = set(parameters.values())
         self._name = PROCESS.new_prefix("model")
@@ -81,15 +82,10 @@ class ModelAveraging(Consistency):
         """Leaves this rank's gradients as they are.
 
         Raises:
-            UsageError: a gradient is sparse, or its parameter was frozen when the optimizer was wrapped; or
-                this job has another ``sync.consistency`` than the one in which the optimizer was wrapped.
+            UsageError: a gradient is sparse, its parameter was frozen when the optimizer was wrapped, or the
+                optimizer is wrapped for other settings.
         """
-        world = PROCESS.world
-        if world.is_distributed and not world.averages_models:
-            raise UsageError(
-                "this optimizer was wrapped under sync.consistency = ds-sync, and this job has another: "
-                "nothing would be averaged; wrap the optimizer again on all ranks"
-            )
+        super().synchronize()
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._parameters:

@@ -143,22 +143,22 @@ def _is_taken(value: float) -> bool:
     return value == 0 and math.copysign(1, value) < 0
 
 
-# An optimizer that is wrapped again has no momentum of its own any more.
+# An optimizer that is wrapped again gets back its momentum before it is taken anew.
 _corrections: WeakKeyDictionary[torch.optim.Optimizer, MomentumCorrection] = WeakKeyDictionary()
 
 
 def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None:
-    """Returns the correction if ``sync.sparsifier`` needs one; then the optimizer steps without momentum.
+    """Returns a correction if ``sync.sparsifier`` needs one; then the optimizer steps without momentum.
 
-    If not, the optimizer gets back what an earlier job has taken.
+    The optimizer gets back what an earlier wrapper has taken, and may have got other groups since.
 
     Raises:
         UsageError: it is needed, and the optimizer is not a ``torch.optim.SGD`` with one momentum.
     """
+    if (earlier := _corrections.pop(optimizer, None)) is not None:
+        earlier.give_back()
     sparsification = PROCESS.world.sparsification
     if sparsification is None or not sparsification.kind.takes_momentum:
-        if (earlier := _corrections.pop(optimizer, None)) is not None:
-            earlier.give_back()
         return None
     setting = f"sync.sparsifier = {sparsification.name}"
     if type(optimizer) is not torch.optim.SGD:
@@ -166,6 +166,5 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None
             f"{setting}: expected torch.optim.SGD, whose momentum it takes, "
             f"got {type(optimizer).__name__}; use topk for other optimizers"
         )
-    if optimizer not in _corrections:
-        _corrections[optimizer] = MomentumCorrection(optimizer, setting)
-    return _corrections[optimizer]
+    correction = _corrections[optimizer] = MomentumCorrection(optimizer, setting)
+    return correction

@@ -174,8 +174,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :meth:`TrainingState.commit` before
-        it admits workers. Gradients are cleared then. Without a staleness it does nothing. Errors are those
+        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :class:`TrainingState` before it
+        makes ranks equal. Gradients are cleared then. Without a staleness it does nothing. Errors are those
         of :func:`zenps.push_pull`.
 
         Raises:
@@ -276,8 +276,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         :func:`zenps.push_pull`.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it, or an embedding that was unfrozen
-                or added has ``max_norm``.
+            UsageError: a gradient was changed since backward computed it, an embedding that was unfrozen or
+                added has ``max_norm``, or the optimizer was wrapped in an earlier job of other settings.
         """
         self._consistency.synchronize()
 

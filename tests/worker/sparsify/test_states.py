@@ -90,6 +90,35 @@ def test_momentum_stays_when_workers_join() -> None:
     assert residuals.of("layer", SIZE, 1)[min(kept)] == 1 + 1.5
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["sync.sparsifier=exdyna"], ["sync.sparsifier=topk"]),
+        (["sync.sparsifier=topk"], ["sync.sparsifier=dgc"]),
+        (["sync.sparsifier=dgc"], ["sync.sparsifier=dgc", "sparsifier.mask_momentum=off"]),
+        (["sync.sparsifier=randomk"], ["sync.sparsifier=randomk", "sync.seed=3"]),
+        (["sync.sparsifier=topk"], ["sync.sparsifier=topk", "cluster.workers=2"]),
+    ],
+)
+def test_a_residual_goes_on_in_a_job_of_other_settings(before: list[str], now: list[str]) -> None:
+    """That of the first job selected in all others."""
+    residuals = Residuals()
+    made = make(*before).transform(Request(gradient(0), "layer", options(residuals)), 0)
+    assert made is not None
+    made.apply(gradient(0))
+    left = residuals.feedback("layer", SIZE, torch.float32).residual.clone()
+    assert left.any()
+    job, whole = make(*now), gradient(1)
+    for step in range(2):
+        job.transform(Request(whole, "layer", options(residuals)), step)
+        feedback = residuals.feedback("layer", SIZE, torch.float32)
+        assert type(feedback.sparsifier) is job.kind
+        task, config = feedback.sparsifier.task, job._config
+        assert (task.settings, task.seed) == (config.sparsifier, config.sync.seed)
+        assert task.world == config.cluster.workers
+        assert torch.equal(feedback.residual, left)
+
+
 def test_a_joining_worker_gets_what_ranks_share() -> None:
     sparsification, residuals = make(), Residuals()
     for step in range(5):

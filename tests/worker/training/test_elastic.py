@@ -11,6 +11,7 @@ import torch
 
 import zenps as zps
 from tests.worker.encode.test_transfer import make_ranges
+from tests.worker.training.test_optimizer import FakeWorld
 from zenps.buffers import BufferPool
 from zenps.errors import DeadlineError, PeerLostError, UsageError
 from zenps.wire.messages import FromServer, Push, Result, Wanted
@@ -367,6 +368,55 @@ def test_optimizers_are_drained_before_workers_are_admitted(monkeypatch: pytest.
     monkeypatch.setattr(world, "has_joining_workers", lambda: True)
     state.commit()
     assert calls[:3] == ["drain", "admit", 0]
+
+
+def train_and_make_equal(
+    steps: int, make_equal: Callable[[torch.nn.Module, zps.DistributedOptimizer], object]
+) -> list[float]:
+    model = torch.nn.Linear(2, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    make_equal(model, optimizer)
+    assert model.weight.grad is None
+    return model.weight.flatten().tolist()
+
+
+def test_what_is_in_flight_when_ranks_are_made_equal_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was thrown away, except by commit()."""
+    world = FakeWorld()
+    world.staleness = 2
+    monkeypatch.setattr(PROCESS, "_world", world)
+    for steps in (0, 1, 3):
+        drained = train_and_make_equal(steps, lambda _, optimizer: optimizer.drain())
+        assert drained == [-0.5 * steps] * 2
+        assert train_and_make_equal(steps, lambda *each: zps.TrainingState(each[0], each[1:])) == drained
+        assert world.waited == world.pushed
+
+
+def test_a_worker_that_joins_applies_nothing_before_it_has_the_state_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world, calls = FakeWorld(), list[object]()
+    monkeypatch.setattr(PROCESS, "_world", world)
+    model = torch.nn.Linear(2, 1)
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+    def gather(has_state: int, name: str) -> dict[int, int]:
+        calls.append(has_state)
+        return {0: 1}
+
+    monkeypatch.setattr(optimizer, "drain", lambda: calls.append("drain"))
+    monkeypatch.setattr(elastic, "allgather_int", gather)
+    monkeypatch.setattr(world, "is_joining", True)
+    state = zps.TrainingState(optimizers=[optimizer])
+    assert calls[0] == 0
+    calls.clear()
+    state.sync()
+    assert calls[:2] == ["drain", 1]
 
 
 @pytest.mark.usefixtures("alone")

@@ -12,12 +12,14 @@ from prometheus_client import CollectorRegistry
 from torch.nn import Parameter
 
 import zenps as zps
+from tests.worker.training.test_optimizer import FakeWorld
+from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import UsageError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.process import PROCESS
-from zenps.worker.sparsify.sparsification import make_sparsification
+from zenps.worker.sparsify.sparsification import Sparsification, make_sparsification
 from zenps.worker.training.momentum import MomentumCorrection
 from zenps.worker.world import LocalWorld
 
@@ -96,10 +98,15 @@ def test_another_momentum_is_refused(
         saved(optimizer, correction)
 
 
+def sparsification_of(sparsifier: str) -> Sparsification | None:
+    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.01", "sparsifier.least_bytes=0"]
+    config = load(sets=sets, environ={}).config
+    return make_sparsification(config, 0, Statistics(WorkerMetrics(CollectorRegistry())))
+
+
 def join(monkeypatch: pytest.MonkeyPatch, sparsifier: str) -> None:
-    config = load(sets=[f"sync.sparsifier={sparsifier}", "sync.density=0.01"], environ={}).config
-    world: Any = LocalWorld(config)
-    world.sparsification = make_sparsification(config, 0, Statistics(WorkerMetrics(CollectorRegistry())))
+    world: Any = LocalWorld(Config())
+    world.sparsification = sparsification_of(sparsifier)
     monkeypatch.setattr(PROCESS, "_world", world)
 
 
@@ -136,6 +143,41 @@ def test_what_a_script_has_set_between_two_jobs_is_not_overwritten(
     join(monkeypatch, "none")
     zps.DistributedOptimizer(optimizer)
     assert [each["momentum"] for each in optimizer.param_groups] == [0.125, 0.5]
+
+
+def test_an_optimizer_is_wrapped_again_with_the_groups_that_it_has_then(
+    optimizer: torch.optim.SGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the refusal of add_param_group() says. Each step raised IndexError."""
+    own = wrap(monkeypatch, "dgc", optimizer)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "weight_decay": 0.125})
+    wrapped = zps.DistributedOptimizer(optimizer)
+    groups = wrapped.state_dict()["param_groups"]
+    assert [{key: group[key] for key in own} for group in groups] == [own, own | {"weight_decay": 0.125}]
+    optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
+    wrapped.step()
+    assert optimizer.param_groups[1]["params"][0].tolist() == [1 - 1.125] * 2
+
+
+def test_an_optimizer_that_goes_on_alone_applies_its_momentum_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the job before, the sparsifier applied it. The large matrices trained on without momentum."""
+    world: Any = FakeWorld()
+    world.sparsification = sparsification_of("dgc")
+    monkeypatch.setattr(PROCESS, "_world", world)
+    weight = Parameter(torch.zeros(2, 3))
+    optimizer = zps.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0, momentum=0.5))
+    weight.sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(PROCESS, "_world", LocalWorld(Config()))
+    optimizer._consistency.reset()
+    updates = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        before = weight.detach().clone()
+        weight.sum().backward()
+        optimizer.step()
+        updates.append((before - weight).detach())
+    assert torch.stack(updates).tolist() == [[[1.0] * 3] * 2, [[1.5] * 3] * 2]
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.125])

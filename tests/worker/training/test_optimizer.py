@@ -23,7 +23,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import zenps as zps
 import zenps.byteps as bps
 import zenps.horovod as hvd
+from zenps.codecs.values import RUN
 from zenps.config.settings import Config
+from zenps.config.sources import load
 from zenps.errors import DeadlineError, MismatchError, TensorError, UsageError, ZenPSError
 from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.pending import Pending
@@ -33,6 +35,7 @@ from zenps.worker.core.statistics import Progress, Statistics
 from zenps.worker.core.transfer import SuppliedTransfer
 from zenps.worker.core.waiting import Notifier, Waiting
 from zenps.worker.process import PROCESS
+from zenps.worker.sparsify.sparsification import Sparsification, make_sparsification
 from zenps.worker.training.gradients import agreement
 from zenps.worker.training.gradients.agreement import ParameterAgreement
 from zenps.worker.training.gradients.buckets import Bucket
@@ -68,7 +71,7 @@ class FakeWorld(World):
     is_distributed = True
     bucket_bytes = 1 << 20
     quantized_run = 1
-    sparsification = None
+    sparsification: Sparsification | None = None
     keeps_residuals = False
     spans = Spans()
     partition = "none"
@@ -525,12 +528,121 @@ def test_any_leaf_tensor_may_be_trained(world: FakeWorld) -> None:
 def test_the_end_of_a_step_forgets_which_gradients_failed_pushes_have_added(model: Model) -> None:
     """The next step's gradient would be taken for one that the residual has already."""
     optimizer = wrap(model)
-    consistency = optimizer._consistency
-    assert isinstance(consistency, GradientSynchronizer)
-    feedback = consistency._pushes._residuals.feedback("layer", 4, torch.float32)
+    feedback = agreement_of(optimizer).residuals.feedback("layer", 4, torch.float32)
     feedback.added_step = 0
     train_one_step(model, optimizer)
     assert feedback.added_step is None
+
+
+def change_settings(world: FakeWorld, sparsifier: str = "topk", values: str = "int8") -> None:
+    """To those of a new job, in which parameters of 4 elements are sparsified."""
+    sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.5", "sparsifier.least_bytes=0"]
+    config = load(sets=sets, environ={}).config
+    world.sparsification = make_sparsification(config, 0, world.statistics)
+    world.quantized_run = RUN if values == "int8" else 1
+    world.keeps_residuals = world.sparsification is not None or values != "same"
+
+
+def gradients_pushed(world: FakeWorld, before: Counter[str]) -> list[Request]:
+    return [world.requests[name] for name in sorted(names_pushed(world, before))]
+
+
+def test_in_a_new_job_buckets_are_those_that_its_settings_need(
+    world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
+) -> None:
+    """Nothing was sparsified, and presence elements were quantized together with gradients."""
+    change_settings(world)
+    optimizer._consistency.reset()
+    before = world.pushed.copy()
+    train_one_step(model, optimizer)
+    buckets = [each for each in gradients_pushed(world, before) if "bucket" in each.name]
+    assert [each.options.is_sparsifiable for each in buckets] == [False, True]
+    assert [each.options.parts.flags.step for each in buckets if each.options.parts] == [RUN] * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "got"),
+    [
+        ({}, {"staleness": 2}, "got sync.consistency = ssp with sync.staleness = 2"),
+        ({"staleness": 1}, {"staleness": 0}, "got sync.consistency = bsp"),
+        ({"staleness": 1}, {"staleness": 2}, "got sync.consistency = ssp with sync.staleness = 2"),
+        ({}, {"averages_models": True}, "got sync.consistency = ds-sync"),
+        ({"sparsifier": "topk"}, {"sparsifier": "dgc"}, "got sync.sparsifier = dgc"),
+        ({"sparsifier": "dgc"}, {"sparsifier": "topk"}, "got a sync.sparsifier that takes no momentum"),
+        ({"sparsifier": "none"}, {"sparsifier": "exdyna"}, ""),
+        ({"sparsifier": "dgc"}, {"sparsifier": "dgc"}, ""),
+        ({"staleness": 1}, {"is_distributed": False, "staleness": 0}, ""),
+    ],
+    ids=str,
+)
+def test_an_optimizer_goes_on_in_a_job_for_whose_settings_it_is_wrapped(
+    before: dict[str, Any], now: dict[str, Any], got: str, world: FakeWorld, model: Model
+) -> None:
+    """It trained as in the job in which it was wrapped, or without momentum."""
+
+    def join(settings: dict[str, Any]) -> None:
+        change_settings(world, **{key: settings[key] for key in settings if key == "sparsifier"})
+        for name in settings.keys() - {"sparsifier"}:
+            setattr(world, name, settings[name])
+
+    model.words.requires_grad_(False)
+    join({"sparsifier": "none"} | before)
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
+    optimizer.drain()
+    join({"sparsifier": "none"} | now)
+    optimizer._consistency.reset()
+    pushed = world.pushed.copy()
+    for _ in range(2):
+        model.loss().backward()
+        with pytest.raises(UsageError, match=f"{got}; wrap") if got else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+    assert bool(world.pushed - pushed) == (not got and world.is_distributed)
+
+
+def test_ranks_agree_in_a_new_job_though_only_some_had_agreed_in_the_last_one(
+    world: FakeWorld, model: Model, interrupt_wait: Callable[[str], None]
+) -> None:
+    """Ctrl-C had ended the wait of the others: they asked alone, in each step."""
+    change_settings(world, "none")
+    asked = []
+    for is_interrupted in (False, True):
+        optimizer = wrap(model)
+        model.loss().backward()
+        if is_interrupted:
+            interrupt_wait("kinds")
+        with pytest.raises(KeyboardInterrupt) if is_interrupted else contextlib.nullcontext():
+            optimizer.step()
+        world.waited = world.pushed.copy()
+        optimizer._consistency.reset()
+        optimizer.zero_grad()
+        before = world.pushed.copy()
+        train_one_step(model, optimizer)
+        asked.append([name.partition(":")[2] for name in world.pushed - before if ":" in name])
+    assert asked == [["kinds"]] * 2
+
+
+@pytest.mark.parametrize("layer", ["first", "last"])
+def test_a_residual_goes_on_in_a_new_job_while_its_bucket_has_the_same_parameters(
+    layer: str, world: FakeWorld, model: Model
+) -> None:
+    change_settings(world, "none")
+    model.words.weight.requires_grad_(False)
+    model.last.requires_grad_(False)
+    optimizer = wrap(model)
+    train_one_step(model, optimizer)
+    (request,) = gradients_pushed(world, Counter())
+    assert request.options.residuals is not None
+    residual = request.options.residuals.of(request.name, 1, request.tensor.numel())
+    model.first.requires_grad_(layer == "first")
+    model.last.requires_grad_(layer == "last")
+    optimizer._consistency.reset()
+    train_one_step(model, optimizer)
+    (request,) = (each for name, each in world.requests.items() if "bucket" in name)
+    assert request.options.residuals is not None
+    found = request.options.residuals.peek(request.name)
+    assert (found is residual) == (layer == "first")
 
 
 def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:

@@ -16,6 +16,7 @@ from ...collectives.broadcast import broadcast_object, from_first_present, named
 from ...core.interrupts import MASK
 from ...core.pending import Pending
 from ...core.request import Request
+from ...core.residuals import Residuals
 from ...process import PROCESS, Prefix
 from .buckets import Bucket, fuse
 
@@ -37,6 +38,8 @@ class ParameterAgreement:
         priorities: of each gradient. Forward needs the first layers first, so theirs are the highest.
         sparse: the parameters whose gradient is sparse, with the number of its sparse dimensions.
         bucket_of: the bucket of each parameter that is known to have a dense gradient.
+        residuals: of the gradients. They outlive a world while buckets of the same names have the same
+            parameters.
 
     Raises:
         MismatchError: the ranks' parameters differ.
@@ -49,6 +52,9 @@ class ParameterAgreement:
         self._set_order(names)
         self.sparse: dict[Parameter, int] = {}
         self.bucket_of: dict[Parameter, Bucket] = {}
+        self.residuals = Residuals()
+        self._fused: dict[str, list[str]] = {}
+        """The parameters' names of each bucket so far, in this world and earlier ones."""
         self._unknown = list(self.names)
         self._asked: Pending | None = None
         """A round about kinds whose wait Ctrl-C has interrupted. Other ranks have begun this one, and no
@@ -111,7 +117,7 @@ class ParameterAgreement:
         prefix, world = f"bucket{len(self.bucket_of)}", PROCESS.world
         run, sparsifies = world.quantized_run, world.sparsification is not None
         for bucket in fuse(prefix, reversed(dense), world.bucket_bytes, run, sparsifies):
-            self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+            self._add_bucket(bucket)
         if added:  # since Ctrl-C has interrupted the round
             self.agree_on_kinds(has_run_backward)
 
@@ -139,11 +145,9 @@ class ParameterAgreement:
         return counts
 
     def reset(self) -> None:
-        """Forgets kinds, in a new world, unless gradients have residuals."""
+        """Forgets kinds, in a new world: ranks may have left the last one while they agreed."""
         self._asked = None
-        # A residual has the name of its bucket, which another agreement could give to other parameters.
-        if not PROCESS.world.keeps_residuals:
-            self.sparse, self.bucket_of, self._unknown = {}, {}, list(self.names)
+        self.sparse, self.bucket_of, self._unknown = {}, {}, list(self.names)
 
     def adopt(
         self, root_rank: int, passes: int, uncounted: Iterable[Parameter]
@@ -184,9 +188,17 @@ class ParameterAgreement:
         self.bucket_of, world = {}, PROCESS.world
         for bucket_name, names in agreed["buckets"]:
             parameters = [own[name] for name in names]
-            bucket = Bucket(bucket_name, parameters, world.quantized_run, world.sparsification is not None)
-            self.bucket_of |= dict.fromkeys(parameters, bucket)
+            self._add_bucket(
+                Bucket(bucket_name, parameters, world.quantized_run, world.sparsification is not None)
+            )
         return agreed["passes"], [own[name] for name in agreed["uncounted"]]
+
+    def _add_bucket(self, bucket: Bucket) -> None:
+        self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+        names = [self.names[parameter] for parameter in bucket.parameters]
+        if self._fused.get(bucket.name, names) != names:  # a residual has only the name of its bucket
+            self.residuals = Residuals()
+        self._fused[bucket.name] = names
 
     def _set_order(self, names: Sequence[str]) -> None:
         self.names = {self._own[name]: name for name in names}

@@ -8,6 +8,8 @@ from collections.abc import Set as AbstractSet
 
 from torch.nn import Parameter
 
+from ..hazards import check_needs, needs_of_optimizer
+
 Announce = Callable[[bool], Callable[[], object]]
 """Tells the other ranks that this one ends a step: True if it drops it. What it returns waits until they have
 told theirs, and raises if these differ; it may be called again."""
@@ -38,6 +40,9 @@ class Consistency(ABC):
     may_change_unpushed = False
     announce: Announce | None = None
 
+    def __init__(self) -> None:
+        self._wrapped_for = needs_of_optimizer()
+
     @property
     @abstractmethod
     def is_synchronized(self) -> bool:
@@ -59,7 +64,12 @@ class Consistency(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Makes the gradients those to step with."""
+        """Makes the gradients those to step with.
+
+        Raises:
+            UsageError: the optimizer is wrapped for other settings than those of this job.
+        """
+        check_needs(self._wrapped_for)
 
     @abstractmethod
     def consume(self) -> None:

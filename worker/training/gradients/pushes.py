@@ -16,7 +16,6 @@ from zenps.sparsifiers.base import Momentum
 
 from ...core.interrupts import MASK
 from ...core.request import Options, Request, describe, name_in_turn
-from ...core.residuals import Residuals
 from ...process import PROCESS, Prefix
 from .agreement import ParameterAgreement, name_of
 from .averages import Averages
@@ -60,7 +59,6 @@ class GradientPushes:
         self._prefix = prefix
         self._average = average
         self._momentum = momentum
-        self._residuals = Residuals()
         self._dense: set[Parameter | Bucket] = set()
         """Parameters whose gradients are sparse by agreement, but dense on this rank at present."""
         self._densified: set[Parameter] = set()
@@ -70,8 +68,9 @@ class GradientPushes:
         """Forgets the steps so far, because a rank that has joined does not know them."""
         self.averages = Averages()
         self.outdated.clear()
+        self.sparsified.clear()
         self._dense.clear()
-        self._residuals.end_step()
+        self._agreement.residuals.end_step()
         self.await_gradients()
         self.reset_counts()
 
@@ -87,7 +86,7 @@ class GradientPushes:
     def end_step(self) -> Averages:
         """Returns the averages of this step, to come, and begins the next."""
         ended, self.averages = self.averages, Averages()
-        self._residuals.end_step()
+        self._agreement.residuals.end_step()
         self.await_gradients()
         self.step += 1
         return ended
@@ -194,7 +193,7 @@ class GradientPushes:
             # With hierarchical reduction, only the leader of a host has a residual.
             if name is not None:
                 loaded = world.sparsification.loaded_residual(name)
-                residual = self._residuals.peek(name) if loaded is None else loaded
+                residual = self._agreement.residuals.peek(name) if loaded is None else loaded
                 if isinstance(residual, Tensor):
                     bucket.add_presence(fused, residual.reshape(-1))
         self._begin(bucket, request)
@@ -229,7 +228,7 @@ class GradientPushes:
             average=self._average,
             priority=max(self._agreement.priorities[parameter] for parameter in parameters),
             purpose="gradient",
-            residuals=self._residuals,
+            residuals=self._agreement.residuals,
             is_dropped=self.averages.is_dropped,
             given=self._given(owner, gradient),
         )

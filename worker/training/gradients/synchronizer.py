@@ -62,6 +62,7 @@ class GradientSynchronizer(Consistency):
     """
 
     def __init__(self, names: ParameterNames, average: bool, momentum: Momentum | None = None) -> None:
+        super().__init__()
         self.staleness = PROCESS.world.staleness
         self.is_periodic = self.staleness > 0
         self._names = names
@@ -136,15 +137,15 @@ class GradientSynchronizer(Consistency):
         """Pushes what backward has not pushed, and replaces every gradient by its average over all ranks.
 
         With a staleness, these are the averages of an earlier step; in the first steps there are none. After
-        Ctrl-C has interrupted the wait for them, another call continues it.
-
-        Ranks also agree on parameters that were unfrozen or added since the last step.
+        Ctrl-C has interrupted the wait for them, another call continues it. Ranks also agree on parameters
+        that were unfrozen or added since the last step.
 
         Raises:
-            UsageError: a gradient was changed since backward computed it, or the module of a new parameter
-                would train wrongly: :func:`check_modules`.
+            UsageError: a gradient was changed since backward computed it, the module of a new parameter would
+                train wrongly: :func:`check_modules`, or the optimizer is wrapped for other settings.
             MismatchError: ranks have different new parameters.
         """
+        super().synchronize()
         if not PROCESS.world.is_distributed:
             return
         if self._steps.due is None:
@@ -206,10 +207,7 @@ class GradientSynchronizer(Consistency):
 
         If a rank may have pushed gradients, all ranks push theirs, and wait for them. So all ranks must drop
         the step, or have refused it: otherwise the next push is a MismatchError. These pushes leave residuals
-        as they are.
-
-        Returns:
-            whether the averages of an earlier step are there, and still to be applied.
+        as they are. Returns as :meth:`Consistency.drop`.
 
         Raises:
             UsageError: the pushed elements are missing in the residuals of a quantizer or sparsifier.
