@@ -102,7 +102,8 @@ class Feedback:
             got = f"{len(given)} elements of {given.dtype}"
         except Exception as error:
             reason = "expected what sparsifier_state_dict() has returned under the same settings"
-            raise UsageError(f"sparsifier state of tensor {name!r}: {error!r}; {reason}") from error
+            kind = type(self.sparsifier).__name__
+            raise UsageError(f"sparsifier state of tensor {name!r}: {kind}: {error!r}; {reason}") from error
         raise UsageError(
             f"sparsifier state of tensor {name!r}: {got}, expected {len(self.residual)} of "
             f"{self.residual.dtype}; load that of the same model and settings, in whose first step the same "

@@ -28,7 +28,7 @@ from ..encode.sparse import as_sparse
 from ..encode.transforms import ToHost
 from .agreed import ROUNDS, Agreed
 from .device import DeviceGradient
-from .selection import Gradient, Withheld
+from .selection import Gradient, Withheld, blaming
 
 
 def make_sparsification(config: Config, rank: int, statistics: Statistics) -> Sparsification | None:
@@ -154,7 +154,7 @@ class Sparsification:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all tensors on this rank. It refers to the residuals."""
-        own = {name: feedback.state_dict() for name, feedback in self._feedback.items()}
+        own = {name: _saved(feedback) for name, feedback in self._feedback.items()}
         # What is loaded and not taken yet counts: a tensor continues from it, whatever it has at present.
         return {**self._origin(), "tensors": dict(sorted({**own, **self._loaded}.items()))}
 
@@ -240,10 +240,11 @@ class Sparsification:
         if (state := self._loaded.pop(name, None)) is not None:
             feedback.load_state_dict(name, state, step)
         # Over what was loaded: a worker that joins a running job has saved its state in an earlier step.
-        if step == 0:
-            shared = self._shared.pop(name, None)
-            if shared is not None and shared["elements"] == tensor.numel():
-                feedback.adopt(shared)
+        if step == 0 and (shared := self._shared.get(name)) is not None:
+            if shared["elements"] == tensor.numel():
+                with blaming(feedback.sparsifier, "load_state_dict"):
+                    feedback.adopt(shared)
+            del self._shared[name]
         self._feedback[name] = feedback
         return feedback
 
@@ -263,6 +264,12 @@ class Sparsification:
                 "optimizers are numbered in the order in which they are wrapped after zenps.init(): wrap as "
                 "many before as in the saved job, or resume after shutdown() and init()"
             )
+
+
+def _saved(feedback: Feedback) -> dict[str, Any]:
+    assert feedback.sparsifier is not None
+    with blaming(feedback.sparsifier, "state_dict"):
+        return feedback.state_dict()
 
 
 class Sparsified(Transform):

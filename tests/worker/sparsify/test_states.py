@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.worker.sparsify.test_sparsification import SIZE, gradient, make, options, transform
 from zenps.errors import UsageError
 from zenps.sparsifiers.base import Momentum, Sparsifier
+from zenps.sparsifiers.micro import Micro
 from zenps.worker.core.request import Request, name_in_turn
 from zenps.worker.core.residuals import Residuals
 from zenps.worker.sparsify.agreed import Agreed
@@ -172,6 +173,40 @@ def test_a_loaded_state_that_is_damaged_is_not_shared() -> None:
         again = make()
         again.load_state_dict(state | {"tensors": {"layer": damaged}})
         assert again.shared_state() == {}
+
+
+class Stateless(Micro):
+    def state_dict(self) -> Mapping[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise KeyError("threshold")
+
+
+class Unsaved(Stateless):
+    def state_dict(self) -> Mapping[str, Any]:
+        raise RuntimeError("it has none")
+
+
+def test_errors_of_a_plug_in_about_its_state_name_it_and_lose_nothing() -> None:
+    sparsification, joined = make("sync.sparsifier=micro"), make("sync.sparsifier=micro")
+    sparsification.kind = joined.kind = Stateless
+    others, residuals = Residuals(), Residuals()
+    sparsification.transform(Request(gradient(0), "layer", options(others)), 0)
+    joined.adopt(sparsification.shared_state())
+    for _ in range(2):  # again: what the others share is not lost by the first error
+        with pytest.raises(UsageError, match=r"Stateless: KeyError\('threshold'\) in load_state_dict"):
+            joined.transform(Request(gradient(0), "layer", options(residuals)), 0)
+    resumed = make("sync.sparsifier=micro")
+    resumed.kind = Stateless
+    resumed.load_state_dict(sparsification.state_dict())
+    with pytest.raises(UsageError, match=r"tensor 'layer': Stateless: KeyError"):
+        resumed.transform(Request(gradient(0), "layer", options(Residuals())), 0)
+    unsaved = make("sync.sparsifier=micro")
+    unsaved.kind, residuals = Unsaved, Residuals()
+    unsaved.transform(Request(gradient(0), "layer", options(residuals)), 0)
+    with pytest.raises(UsageError, match=r"Unsaved: RuntimeError\('it has none'\) in state_dict"):
+        unsaved.state_dict()
 
 
 def test_a_shared_state_of_a_tensor_that_has_another_size_now_is_not_taken() -> None:
