@@ -13,12 +13,13 @@ import torch
 from tests.chaos import chaos as harness
 from tests.chaos import run
 from tests.chaos.chaos import Report, chaos
-from tests.chaos.extremes import Sizes, extremes
+from tests.chaos.extremes import Sizes, _play, _train, extremes
 from tests.chaos.job import Model, digest, loss_of, optimizers_of
 from tests.chaos.nodes import SERVERS, Nodes, Server
 from tests.chaos.run import Run
 from tests.chaos.schedule import KILLS, Counts, Done, Event, draw
 from tests.chaos.workers import Loss, Survivor, lose_with_gloo
+from tests.integration.cluster import Cluster
 
 
 @pytest.mark.long
@@ -84,6 +85,15 @@ def test_a_server_that_does_not_join_is_a_fault(monkeypatch: pytest.MonkeyPatch,
     played = Run(tmp_path, 20, 4.0, [Event(1, 0.0, "join")], random.Random(0), apart=False)
     played.play()
     assert played.faults == ["not over after 40 s", "asleep has not joined"]
+
+
+@pytest.mark.long
+def test_an_error_without_a_text_is_a_fault() -> None:
+    def fail(_: Cluster) -> None:
+        raise AssertionError
+
+    extreme = _play("an attack that fails", {}, _train, Sizes(), fail)
+    assert extreme.fault == "AssertionError()"
 
 
 def train_alone(skipped: int | None) -> str:
