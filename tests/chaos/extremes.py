@@ -96,7 +96,7 @@ def _play(
             for worker in workers:
                 worker.result(3 * DEADLINE_SECONDS)
         except (AssertionError, OSError) as error:
-            fault = str(error)
+            fault = str(error) or repr(error)
     return Extreme(condition, time.monotonic() - began, fault)
 
 

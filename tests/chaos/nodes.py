@@ -78,6 +78,10 @@ class Nodes:
         """Servers that have joined, and to which no fault was applied."""
         return [server for server in self.servers if server.rank >= 0 and server.harm is None]
 
+    def unjoined(self) -> list[Server]:
+        """Servers to which no fault was applied, and that have not joined."""
+        return [server for server in self.servers if server.rank < 0 and server.harm is None]
+
     def status(self) -> Status | None:
         """The scheduler's status; None while it is away."""
         if not self.scheduler.alive:

@@ -73,6 +73,7 @@ class Run:
                 self._nodes.start_server()
             self._nodes.start_workers(self.steps, barriers=not self.apart)
             self._disturb()
+            self.faults += [f"{server.process.name} has not joined" for server in self._nodes.unjoined()]
             if not self.faults:
                 self._collect()
             if not self.faults:
@@ -98,7 +99,7 @@ class Run:
                 look_at = now + LOOK_SECONDS
             if self._coming:
                 self._advance(time.monotonic())
-            elif not (self._later or self._away):
+            elif not (self._later or self._away or self._nodes.unjoined()):
                 give_way(self.directory, self.steps)
             time.sleep(0.004)
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.chaos import chaos as harness
+from tests.chaos import run
 from tests.chaos.chaos import Report, chaos
-from tests.chaos.extremes import Sizes, extremes
+from tests.chaos.extremes import Sizes, _play, _train, extremes
 from tests.chaos.job import Model, digest, loss_of, optimizers_of
-from tests.chaos.schedule import KILLS, Counts, Done, draw
+from tests.chaos.nodes import SERVERS, Nodes, Server
+from tests.chaos.run import Run
+from tests.chaos.schedule import KILLS, Counts, Done, Event, draw
 from tests.chaos.workers import Loss, Survivor, lose_with_gloo
+from tests.integration.cluster import Cluster
 
 
 @pytest.mark.long
@@ -61,6 +66,34 @@ def test_all_must_be_told_of_a_lost_worker(system: str, survivor: Survivor, good
     told = Survivor(0, "PeerLostError", "worker 2 (host a, pid 1) was silent", 1.0, names_victim=True)
     report = Report(0, "", 3, 2, 600, 1.0, losses=[Loss(system, "SIGKILL", [told, survivor])])
     assert report.good is (good or system == "gloo")
+
+
+class NodesThatDoNotJoin(Nodes):
+    """Instead of each server that shall join a running job, a process sleeps."""
+
+    def start_server(self) -> Server:
+        if len(self.servers) < SERVERS:
+            return super().start_server()
+        self.servers.append(Server(self._start("asleep", time.sleep, 600.0)))
+        return self.servers[-1]
+
+
+@pytest.mark.long
+def test_a_server_that_does_not_join_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "Nodes", NodesThatDoNotJoin)
+    monkeypatch.setattr(run, "RUN_SECONDS", 40.0)
+    played = Run(tmp_path, 20, 4.0, [Event(1, 0.0, "join")], random.Random(0), apart=False)
+    played.play()
+    assert played.faults == ["not over after 40 s", "asleep has not joined"]
+
+
+@pytest.mark.long
+def test_an_error_without_a_text_is_a_fault() -> None:
+    def fail(_: Cluster) -> None:
+        raise AssertionError
+
+    extreme = _play("an attack that fails", {}, _train, Sizes(), fail)
+    assert extreme.fault == "AssertionError()"
 
 
 def train_alone(skipped: int | None) -> str:

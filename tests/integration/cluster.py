@@ -39,7 +39,7 @@ DEADLINE_SECONDS = 60.0
 """How long any wait in a test may take, on a machine that is busy with others."""
 
 LEASE_SECONDS = 4.0
-"""In tests of losses: short, but shared machines were seen to stand still for three seconds."""
+"""In tests of losses and deadlines: short, but shared machines were seen to stand still for three seconds."""
 
 KERNELS = "ZENPS_KERNELS_BACKEND"
 """The variable with which a run of the tests chooses kernels: it holds for servers, too."""

@@ -152,9 +152,10 @@ def test_the_others_go_on_and_a_restarted_worker_comes_back(tmp_path: Path) -> N
     assert_equal_at_each_step(results)
     steps = results[0]
     lost = first_step(steps, (0, 2))
-    assert steps[lost + 1].size == 2
     assert_same(steps[lost + 3].state, train_in_one_process(steps, lost, 3, (0, 2)))
     back = first_step(steps, ALL, after=lost)
+    # Servers hear of a loss before workers do, and complete rounds without the lost one.
+    assert 2 in (steps[step].size for step in range(lost, back))
     assert min(results[1]) == back, "it begins where the others are"
     assert steps[back].size == 3
     assert_same(steps[back + 2].state, train_in_one_process(steps, back - 1, 3, ALL))

@@ -92,9 +92,7 @@ def test_a_worker_that_fails_once_it_has_joined_leaves(tmp_path: Path) -> None:
         other = cluster.start(wait_for_the_other)
         error, is_initialized = failing.result()
         assert (error.kind, is_initialized) == ("FileNotFoundError", False)
-        begin = time.monotonic()
-        assert "worker" in other.result().text
-        assert time.monotonic() - begin < 30
+        assert "left before it" in other.result().text, "else it waits until its deadline"
 
 
 def wait_for_the_other() -> Any:

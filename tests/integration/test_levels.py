@@ -380,10 +380,11 @@ def push_late(missed: Path) -> tuple[object, Tensor]:
 
 
 def test_a_rank_that_is_late_is_named(tmp_path: Path) -> None:
-    with Cluster(WORKERS, 1, {"sync.levels": 2, "cluster.deadline_seconds": 1.5}) as cluster:
+    with Cluster(WORKERS, 1, {"sync.levels": 2, "cluster.deadline_seconds": LEASE_SECONDS}) as cluster:
         for late, well in cluster.run(push_late, tmp_path / "missed"):
             assert late.kind == "DeadlineError"
-            assert late.text.startswith("tensor 'late', step 0: no push within 1.5 s from rank(s) 1; see")
+            text = f"tensor 'late', step 0: no push within {LEASE_SECONDS:g} s from rank(s) 1; see"
+            assert late.text.startswith(text)
             assert well._values().sum() == 3 * 10_000 * COLUMNS
 
 

@@ -26,24 +26,26 @@ def miss(missed: Path) -> dict[str, Any]:
     outcomes: dict[str, Any] = {}
     if zps.rank() == 1:
         await_file(missed)
-    else:
+    push = zps.push_pull_async(torch.ones(3), "x")
+    if zps.rank() == 0:
         outcomes["barrier"] = attempt(zps.barrier)
-    outcomes["push"] = attempt(zps.push_pull, torch.ones(3), "x")
+    outcomes["push"] = attempt(push.wait)
     if zps.rank() == 0:
         missed.touch()
     await_ranks(missed.with_name("ready"))
-    outcomes["next"] = attempt(zps.push_pull, torch.ones(3), "x")
+    outcomes["next"] = zps.push_pull(torch.ones(3), "x")
     return outcomes
 
 
 def test_deadlines_name_who_is_missing(tmp_path: Path) -> None:
-    with Cluster(settings={"cluster.deadline_seconds": 1}) as cluster:
+    with Cluster(settings={"cluster.deadline_seconds": LEASE_SECONDS}) as cluster:
         first, second = (cluster.start(miss, tmp_path / "missed", rank=rank) for rank in range(2))
         on_time, late = first.result(), second.result()
+    within = f"within {LEASE_SECONDS:g} s"
     assert on_time["barrier"].kind == "DeadlineError"
-    assert "barrier 1: not reached within 1 s by worker 1 (host" in on_time["barrier"].text
+    assert f"barrier 1: not reached {within} by worker 1 (host" in on_time["barrier"].text
     assert on_time["push"].kind == "DeadlineError"
-    assert "tensor 'x', step 0: no push within 1 s from rank(s) 1" in on_time["push"].text
+    assert f"tensor 'x', step 0: no push {within} from rank(s) 1" in on_time["push"].text
     assert late["push"].kind == "DeadlineError", "the late rank learns that its round has failed"
     assert torch.equal(on_time["next"], torch.ones(3))
     assert torch.equal(late["next"], torch.ones(3))

@@ -120,8 +120,8 @@ def push_late(missed: Path) -> tuple[object, torch.Tensor]:
 
 
 def test_a_deadline_ends_one_round(tmp_path: Path) -> None:
-    with Cluster(2, 1, {"sync.scheme": "agsparse", "cluster.deadline_seconds": 1.5}) as cluster:
+    with Cluster(2, 1, {"sync.scheme": "agsparse", "cluster.deadline_seconds": LEASE_SECONDS}) as cluster:
         for late, following in cluster.run(push_late, tmp_path / "missed"):
             assert late.kind == "DeadlineError"
-            assert "tensor 'late', step 0: no push within 1.5 s from rank(s) 1" in late.text
+            assert f"tensor 'late', step 0: no push within {LEASE_SECONDS:g} s from rank(s) 1" in late.text
             assert following.tolist() == [2.0, 2.0, 2.0]

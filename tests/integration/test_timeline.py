@@ -14,13 +14,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zenps as zps
-from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, await_file
+from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster
+from tests.zenps.conftest import eventually
 from zenps.observe import clock
 from zenps.observe.timeline import merge
 
 TENSORS = ("table", "large", "small")
 SKEW_SECONDS = 3600
 MIN_STEPS = 3
+STEPS_BEFORE = 10
+"""Steps that must be over, and written to the timeline, before a server is killed."""
 
 Events = list[dict[str, Any]]
 
@@ -31,13 +34,9 @@ def train(path: Path, rank: int) -> None:
         ahead = SimpleNamespace(monotonic_ns=lambda: time.monotonic_ns() + SKEW_SECONDS * 10**9)
         clock.time = ahead  # type: ignore[assignment,attr-defined]
     zps.init()
-    began = time.monotonic()
+    until = time.monotonic() + DEADLINE_SECONDS
     while not one_step(path):
-        now = time.monotonic()
-        assert now < began + 60
-        # By now each process has written something, and heartbeats have told the scheduler of steps.
-        if now > began + LEASE_SECONDS / 2:
-            (path / f"trained{rank}").touch()
+        assert time.monotonic() < until
         time.sleep(0.02)
     zps.barrier()
     zps.shutdown()
@@ -80,15 +79,22 @@ class Outcome(NamedTuple):
         return self.names[event["pid"]]
 
 
+def has_heard_of_steps(cluster: Cluster) -> bool:
+    """True once the scheduler knows from all workers that those before the loss are over."""
+    workers = cluster.nodes("worker")
+    return len(workers) == 2 and all(worker.load.get("step", 0) >= STEPS_BEFORE for worker in workers)
+
+
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     path, parts = tmp_path_factory.mktemp("steps"), tmp_path_factory.mktemp("parts")
     settings = {"sync.trace": parts / "trace.json", "log.format": "json", "log.level": "debug"}
     with Cluster(settings=settings, lease_seconds=LEASE_SECONDS) as cluster:
         workers = [cluster.start(train, path, rank, rank=rank, init=False) for rank in range(2)]
-        for rank in range(2):
-            await_file(path / f"trained{rank}")
+        eventually(lambda: has_heard_of_steps(cluster), DEADLINE_SECONDS)
         (killed,) = [s for s in cluster.servers if s.pid == cluster.nodes("server")[1].pid]
+        (part,) = parts.glob(f"trace.server.*.{killed.pid}.*")
+        eventually(lambda: f'"step":{STEPS_BEFORE}' in part.read_text(), DEADLINE_SECONDS)
         killed.kill()
         cluster.await_epoch(2)
         (path / "stop").touch()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import zenps as zps
-from tests.integration.cluster import Cluster, shared_bytes
+from tests.integration.cluster import Cluster, await_file, shared_bytes
 
 MAX_GROWTH = 0.05
 WARM_UP = 0.25
@@ -109,6 +109,7 @@ def train(steps: int, directory: Path) -> tuple[float, float]:
             if step % 100 == 0:
                 zps.barrier()
             (directory / f"{zps.rank()}.step").write_text(str(step))
+    await_file(directory / "sampled")  # a process that has ended cannot be sampled
     return float(loss), shared_bytes()
 
 
@@ -131,13 +132,19 @@ def soak(steps: int, every_seconds: float) -> Report:
         processes = {p.name: p for p in (cluster.scheduler, *cluster.servers, *workers)}
         samples: dict[str, list[Sample]] = {name: [] for name in processes}
         progress = Path(directory) / "0.step"
-        while all(worker.alive for worker in workers) and time.monotonic() < began + DEADLINE_SECONDS:
-            step = int(progress.read_text() or 0) if progress.exists() else -1
-            # From joining on, but not at the end, when threads are stopping.
-            if 0 < step < steps - 40:
+        step = -1
+        # From joining on, but not at the end, when threads are stopping.
+        while (
+            step < steps - 40
+            and all(worker.alive for worker in workers)
+            and time.monotonic() < began + DEADLINE_SECONDS
+        ):
+            if step > 0:
                 for name, process in processes.items():
                     samples[name].append(measure(process.pid, step))
             time.sleep(every_seconds)
+            step = int(progress.read_text() or 0) if progress.exists() else -1
+        (Path(directory) / "sampled").touch()
         for worker in workers:
             loss, shared = worker.result()
             assert 0 <= loss < 1, "a loss that training ends with"

@@ -357,7 +357,7 @@ def test_signal_while_starting(zenps: Any) -> None:
 
 STUBBORN = """
 import signal
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, lambda *_: print("told"))
 print("up")
 while True:
     signal.pause()
@@ -378,7 +378,7 @@ def test_second_signal_kills_at_once(zenps: Any) -> None:
     popen = zenps.start("launch", "--", *PYTHON, STUBBORN)
     assert "up" in popen.stdout.readline()
     popen.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    assert "told" in popen.stdout.readline(), "else two signals may become one"
     assert popen.poll() is None
     popen.send_signal(signal.SIGINT)
     _, err = popen.communicate(timeout=60)
