@@ -136,7 +136,7 @@ class Lease:
         other.
 
         Raises:
-            DeadlineError: a worker did not come in time; it is named.
+            DeadlineError: a worker did not come in time, or has left; it is named.
             PeerLostError: a node was lost meanwhile.
         """
         # The scheduler's deadline expires first, because its error names the missing workers.
