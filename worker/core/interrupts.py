@@ -49,7 +49,6 @@ class InterruptMask:
         self._depth = 0
         self._handler: Handler = default_int_handler
         """The script's own, while it is replaced."""
-        self._is_replaced = False
         self.is_held = False
         """True if a signal has come since the handler was replaced. A thread that must not wait for long with
         a mask looks at it now and then, and lifts the mask."""
@@ -61,27 +60,21 @@ class InterruptMask:
     def __enter__(self) -> None:
         if get_ident() != _main_thread:
             return
-        # SIG_DFL and SIG_IGN interrupt no Python code.
-        if not self._depth and callable(handler := getsignal(SIGINT)):
-            self._handler = handler
-            # From its return on, no signal raises: a handler is looked up when it is called.
-            signal(SIGINT, self._hold_method)
-            self._is_replaced = True
+        if not self._depth:
+            self.replace()
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
         if get_ident() != _main_thread:
             return
         self._depth -= 1
-        if not self._depth and self._is_replaced:
-            self._is_replaced = False
-            signal(SIGINT, self._handler)
-            if self.is_held:
-                self.restore()
+        if not self._depth:
+            self.restore()
 
     def restore(self) -> None:
         """Sets the script's handler again, and calls it if a signal was held back. It may raise."""
-        signal(SIGINT, self._handler)
+        if getsignal(SIGINT) is self._hold_method:
+            signal(SIGINT, self._handler)
         if self.is_held:
             self.is_held = False
             raise_signal(SIGINT)
@@ -89,18 +82,23 @@ class InterruptMask:
     def drop(self) -> None:
         """Ends all masks, in a fork by another thread: the main thread that was within them does not exist
         there."""
-        self._depth, self._is_replaced, self.is_held = 0, False, False
+        self._depth, self.is_held = 0, False
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)
 
     def replace(self) -> None:
-        """Holds signals back again."""
-        signal(SIGINT, self._hold_method)
+        """Holds signals back from the handler that the script has installed last."""
+        handler = getsignal(SIGINT)
+        # SIG_DFL and SIG_IGN interrupt no Python code.
+        if callable(handler) and handler is not self._hold_method:
+            self._handler = handler
+            # From its return on, no signal raises: a handler is looked up when it is called.
+            signal(SIGINT, self._hold_method)
 
     @property
     def is_active(self) -> bool:
-        """True on the main thread within a mask that holds SIGINT back."""
-        return self._is_replaced and get_ident() == _main_thread
+        """True on the main thread within a mask."""
+        return self._depth > 0 and get_ident() == _main_thread
 
     @property
     def has_interrupted(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zenps.worker.core.interrupts import MASK, MaskedLock
+from zenps.worker.core.interrupts import MASK, Handler, MaskedLock
 from zenps.worker.core.waiting import Notifier
 from zenps.worker.transport.lock import CombiningLock
 
@@ -146,6 +146,26 @@ def test_a_script_s_own_handler_is_called_once_and_may_return() -> None:
         assert not calls
     assert calls == [signal.SIGINT]
     assert signal.getsignal(signal.SIGINT) is note
+
+
+@pytest.mark.parametrize("later", [signal.SIG_IGN, signal.default_int_handler])
+def test_a_handler_that_the_script_s_own_installs_stays(later: Handler | signal.Handlers) -> None:
+    """As one that ends the job at the second Ctrl-C, or ignores it."""
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, later)
+        raise SystemExit
+
+    signal.signal(signal.SIGINT, handle)
+    with MASK:
+        press()
+        with pytest.raises(SystemExit), MASK.lifted:
+            pytest.fail("lifted without the interrupt that was held back")
+        if later is signal.default_int_handler:
+            press()
+            with pytest.raises(KeyboardInterrupt), MASK.lifted:
+                pytest.fail("lifted without the interrupt that was held back")
+    assert signal.getsignal(signal.SIGINT) is later
 
 
 def test_on_other_threads_it_does_nothing() -> None:
