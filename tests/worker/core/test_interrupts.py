@@ -118,6 +118,52 @@ def test_an_interrupt_where_the_mask_is_lifted_is_raised_there() -> None:
     press_raises()
 
 
+def test_what_waits_in_a_handler_where_the_mask_is_lifted_leaves_it_lifted() -> None:
+    with MASK:
+        with MASK.lifted:
+            with MASK, MASK.lifted:
+                pass
+            press_raises()
+            with MASK.lifted:
+                pass
+            press_raises()
+        press()  # held back again: the test ends this line
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            pass
+    press_raises()
+
+
+def test_a_mask_in_a_handler_where_another_is_lifted_holds_interrupts_back() -> None:
+    done = []
+
+    def work() -> None:
+        with MASK:
+            press()
+            done.append("all")
+
+    with MASK, MASK.lifted, pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all"]
+    press_raises()
+
+
+def test_after_an_interrupt_just_before_a_mask_goes_on_the_next_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with MASK:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(MASK.lifted), "__exit__", interrupt)
+            with pytest.raises(KeyboardInterrupt), MASK, MASK.lifted:
+                pass
+        press()  # held back again: the test ends this line
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            pass
+    press_raises()
+
+
 def test_without_a_mask_lifting_it_does_nothing() -> None:
     with MASK.lifted:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
