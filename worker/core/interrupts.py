@@ -52,9 +52,8 @@ class InterruptMask:
         masks then hold signals back again, and may be lifted in turn."""
         self._handler: Handler = default_int_handler
         """The script's own, while it is replaced."""
-        self.is_held = False
-        """True if a signal has come since the handler was replaced. A thread that must not wait for long with
-        a mask looks at it now and then, and lifts the mask."""
+        self._is_held = False
+        """True if a signal has come since the handler was replaced."""
         self._hold_method = self._hold
         self.lifted = _Lifted(self)
         """A context in which the script's own handler is installed again: for blocking calls outside of
@@ -95,14 +94,14 @@ class InterruptMask:
         """Sets the script's handler again, and calls it if a signal was held back. It may raise."""
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)
-        if self.is_held:
-            self.is_held = False
+        if self._is_held:
+            self._is_held = False
             raise_signal(SIGINT)
 
     def drop(self) -> None:
         """Ends all masks, in a fork by another thread: the main thread that was within them does not exist
         there."""
-        self._depth, self._lifted_depths, self.is_held = 0, [0], False
+        self._depth, self._lifted_depths, self._is_held = 0, [0], False
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)
 
@@ -116,12 +115,18 @@ class InterruptMask:
             signal(SIGINT, self._hold_method)
 
     @property
+    def is_held(self) -> bool:
+        """True on the main thread if a signal was held back from it. What must not wait for long with a mask
+        looks at it now and then, and lifts the mask."""
+        return self._is_held and get_ident() == _main_thread
+
+    @property
     def has_interrupted(self) -> bool:
         """True in a signal handler that has interrupted the main thread within a mask."""
         return self._depth > 0 and get_ident() == _main_thread
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_held = True
+        self._is_held = True
 
 
 class _Lifted(contextlib.AbstractContextManager[None]):
