@@ -128,6 +128,27 @@ def test_a_rank_that_comes_too_late_is_named_and_waited_for_no_more(unanswered: 
     averager.close()
 
 
+def test_a_rank_that_is_late_for_an_interrupted_average_is_waited_for_no_more(
+    unanswered: Unanswered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The averager's thread uses the model as long as it waits for that rank."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    averager = Averager(unanswered, seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(averager._notifier, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            averager.average("a", 3, [torch.ones(3)])
+    with pytest.raises(DeadlineError, match=r"model 'a', step 3: not averaged with rank\(s\) 1: "):
+        averager.settle()
+    assert unanswered.aborted.is_set()
+    with pytest.raises(DeadlineError, match="step 3"):
+        averager.average("a", 4, [torch.ones(3)])
+    averager.close()
+
+
 LOST = PeerLostError("worker 1 is lost")
 
 
