@@ -25,6 +25,7 @@ from zenps.wire.sockets import LINGER_MS
 from .backends.base import Session
 from .backends.engines import make_averager, make_backend, served_scheme
 from .backends.servers import ServerBackend
+from .core.interrupts import MASK
 from .core.memory import raise_malloc_threshold
 from .core.spans import Spans
 from .core.statistics import Statistics
@@ -40,11 +41,13 @@ from .world import ClusterWorld
 logger = logging.getLogger("zenps.worker")
 
 
-def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
+def join_cluster(config: Config, opened: ExitStack, *, has_left: bool = False) -> ClusterWorld:
     """Joins the cluster that ``config`` names, and waits until it is complete.
 
     Args:
         config: all settings.
+        opened: gets all that is to be closed. The world closes it; without a world, the caller does, also if
+            Ctrl-C has ended the wait for others.
         has_left: True if this process has left a cluster of the same scheduler before.
 
     Raises:
@@ -59,45 +62,42 @@ def join_cluster(config: Config, *, has_left: bool = False) -> ClusterWorld:
     find_native(config.kernels.backend)
     rank, local_rank = sources.rank_from_environment(os.environ), _local_rank()
     raise_malloc_threshold()
-    with ExitStack() as opened:  # also Ctrl-C during the wait for others: a later init() needs the port
-        registry = CollectorRegistry()
-        worker_metrics = WorkerMetrics(registry)
-        port = sources.metrics_port_of_worker(config.metrics.port)
+    registry = CollectorRegistry()
+    worker_metrics = WorkerMetrics(registry)
+    port = sources.metrics_port_of_worker(config.metrics.port)
+    with MASK:  # also below: an interrupt leaves nothing open that nobody closes
         exporter = metrics.serve(registry, config.metrics.host, port)
         opened.callback(exporter.close)
-        spans = Spans(open_trace(config.sync.trace, "worker"))
-        opened.callback(spans.trace.close)
-        register = new_register("worker", rank, "", exporter.address, shared_settings(config))
-        membership, link = join(config, register, spans, has_left=has_left)
-        for ctx in (link.ctx, membership.ctx):
-            opened.callback(ctx.destroy, linger=LINGER_MS)
-        worker_metrics.set_rank(membership.view.rank)
+    spans = Spans(open_trace(config.sync.trace, "worker"))
+    opened.callback(spans.trace.close)
+    register = new_register("worker", rank, "", exporter.address, shared_settings(config))
+    membership, link = join(config, register, spans, has_left=has_left)
+    for ctx in (link.ctx, membership.ctx):
+        opened.callback(ctx.destroy, linger=LINGER_MS)
+    worker_metrics.set_rank(membership.view.rank)
 
-        served = served_scheme(scheme)
-        sharder = Sharder(config, served.wire, membership.view)
-        steps = Steps(worker_metrics.steps)
-        channel = Channel(membership, served.wire, sharder, steps, worker_metrics, spans)
-        statistics = Statistics(worker_metrics)
+    served = served_scheme(scheme)
+    sharder = Sharder(config, served.wire, membership.view)
+    steps = Steps(worker_metrics.steps)
+    channel = Channel(membership, served.wire, sharder, steps, worker_metrics, spans)
+    statistics = Statistics(worker_metrics)
+    with MASK:
         lease = Lease(membership, link, channel, statistics, spans)
         opened.callback(lease.close, together=False)
-        # With two levels on one host, no gradient leaves it.
-        is_local = config.sync.levels > 1 and len({worker.host for worker in membership.view.workers}) == 1
-        sparsification = None if is_local else make_sparsification(config, membership.view.rank, statistics)
-        if sparsification is not None:
-            worker_metrics.residual_norm.set_function(sparsification.residual_norm)
-        session = Session(config, lease, channel, statistics, worker_metrics, spans, sparsification)
-        servers = ServerBackend(session, served, sharder, steps)
-        recorder = open_recorder(membership.view.rank, len(membership.view.workers))
-        backend = make_backend(session, scheme, servers)
-        try:
-            averager = make_averager(session, servers)
-        except BaseException:  # also Ctrl-C during the wait for others
-            backend.close()
-            raise
-        closed_with_world = ExitStack()
-        world = ClusterWorld(session, servers, backend, averager, recorder, local_rank, closed_with_world)
-        closed_with_world.push(opened.pop_all())
-        return world
+    # With two levels on one host, no gradient leaves it.
+    is_local = config.sync.levels > 1 and len({worker.host for worker in membership.view.workers}) == 1
+    sparsification = None if is_local else make_sparsification(config, membership.view.rank, statistics)
+    if sparsification is not None:
+        worker_metrics.residual_norm.set_function(sparsification.residual_norm)
+    session = Session(config, lease, channel, statistics, worker_metrics, spans, sparsification)
+    servers = ServerBackend(session, served, sharder, steps)
+    recorder = open_recorder(membership.view.rank, len(membership.view.workers))
+    backend = make_backend(session, scheme, servers)
+    opened.callback(backend.close)
+    averager = make_averager(session, servers)
+    if averager is not None:
+        opened.callback(averager.close)
+    return ClusterWorld(session, servers, backend, averager, recorder, local_rank, opened)
 
 
 def _choose_scheme(config: Config) -> Scheme:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 
 from zenps.config.settings import FIELDS, Config
@@ -156,13 +157,16 @@ class Process:
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._exit)
             self._is_joining = True
+            opened = ExitStack()
             try:
-                self._world = join_cluster(config, has_left=has_left)
-            except BaseException:  # also the SystemExit of SIGTERM
-                self._restore_sigterm()
+                self._world = join_cluster(config, opened, has_left=has_left)
+            except BaseException:  # also Ctrl-C, and the SystemExit of SIGTERM: a later init() needs the port
+                opened.close()
                 raise
             finally:
                 self._is_joining = False
+                if self._world is None:
+                    self._restore_sigterm()
             self._scheduler = config.cluster.scheduler
             _call(self._after_joining)
 

@@ -177,7 +177,7 @@ class ClusterWorld(World):
         averager: of models, or None.
         recorder: for ``zenps plan``, or None.
         local_rank: the rank on this host, or None to count by host name.
-        opened: everything that was opened for this worker; closed last.
+        opened: everything that was opened for this worker; closed once the lease has ended.
 
     Attributes:
         has_reduced: True once a floating-point tensor was pushed that is neither a broadcast nor one number.
@@ -267,9 +267,6 @@ class ClusterWorld(World):
     def close(self, *, together: bool = False) -> None:
         """As :meth:`Lease.close`; then closes connections to other workers, metrics and sockets."""
         self._session.lease.close(together=together)
-        self._backend.close()
-        if self.averager is not None:
-            self.averager.close()
         self._opened.close()
         release_finalizers()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import pkgutil
+import signal
 import sys
 import threading
 import time
@@ -373,3 +375,31 @@ def test_no_thread_outlives_shutdown(lingering: str, settings: dict[str, object]
             cluster.start(threads_after_shutdown, lingering, rank=rank, init=False) for rank in range(2)
         ]
         assert [worker.result() for worker in workers] == [[], []]
+
+
+def threads_after_an_interrupt_of_init(opens: str) -> list[str]:
+    """The threads of ZenPS that live if Ctrl-C comes as ``opens`` returns."""
+    open_ = pkgutil.resolve_name(opens)
+
+    def open_and_interrupt(*args: Any, **kwargs: Any) -> Any:
+        opened = open_(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return opened
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    pytest.MonkeyPatch().setattr(opens, open_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        zps.init()
+    assert not zps.is_initialized()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("zenps")]
+
+
+@pytest.mark.parametrize("opens", ["zenps.worker.bootstrap.Lease", "zenps.worker.process.join_cluster"])
+def test_an_interrupt_of_init_leaves_no_worker_behind(opens: str) -> None:
+    with Cluster(2, 1, {"sync.consistency": "ds-sync"}) as cluster:
+        workers = [
+            cluster.start(threads_after_an_interrupt_of_init, opens, rank=rank, init=False)
+            for rank in range(2)
+        ]
+        assert [worker.result() for worker in workers] == [[], []]
+        cluster.drain()

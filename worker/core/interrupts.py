@@ -47,12 +47,13 @@ class InterruptMask:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._lifted_depths = [0]
+        """Where masks are lifted at present. A handler of the script that runs there may call ZenPS, whose
+        masks then hold signals back again, and may be lifted in turn."""
         self._handler: Handler = default_int_handler
         """The script's own, while it is replaced."""
-        self._is_replaced = False
-        self.is_held = False
-        """True if a signal has come since the handler was replaced. A thread that must not wait for long with
-        a mask looks at it now and then, and lifts the mask."""
+        self._is_held = False
+        """True if a signal has come since the handler was replaced."""
         self._hold_method = self._hold
         self.lifted = _Lifted(self)
         """A context in which the script's own handler is installed again: for blocking calls outside of
@@ -61,46 +62,63 @@ class InterruptMask:
     def __enter__(self) -> None:
         if get_ident() != _main_thread:
             return
-        # SIG_DFL and SIG_IGN interrupt no Python code.
-        if not self._depth and callable(handler := getsignal(SIGINT)):
-            self._handler = handler
-            # From its return on, no signal raises: a handler is looked up when it is called.
-            signal(SIGINT, self._hold_method)
-            self._is_replaced = True
+        if self._depth == self._lifted_depths[-1]:
+            self._replace()
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
         if get_ident() != _main_thread:
             return
         self._depth -= 1
-        if not self._depth and self._is_replaced:
-            self._is_replaced = False
-            signal(SIGINT, self._handler)
-            if self.is_held:
-                self.restore()
+        while self._lifted_depths[-1] > self._depth:  # an interrupt has come just before go_on()
+            self.go_on()
+        if self._depth == self._lifted_depths[-1]:
+            self._restore()
 
-    def restore(self) -> None:
+    def lift(self) -> None:
+        """Sets the script's handler again until :meth:`go_on`; raises what that raises."""
+        self._lifted_depths.append(self._depth)
+        try:
+            self._restore()
+        except BaseException:  # whatever the script's handler raises; the mask goes on until its own end
+            self.go_on()
+            raise
+
+    def go_on(self) -> None:
+        """Holds signals back again, unless the mask was already lifted before :meth:`lift`."""
+        self._lifted_depths.pop()
+        if self._depth > self._lifted_depths[-1]:
+            self._replace()
+
+    def _restore(self) -> None:
         """Sets the script's handler again, and calls it if a signal was held back. It may raise."""
-        signal(SIGINT, self._handler)
-        if self.is_held:
-            self.is_held = False
+        if getsignal(SIGINT) is self._hold_method:
+            signal(SIGINT, self._handler)
+        if self._is_held:
+            self._is_held = False
             raise_signal(SIGINT)
 
     def drop(self) -> None:
         """Ends all masks, in a fork by another thread: the main thread that was within them does not exist
         there."""
-        self._depth, self._is_replaced, self.is_held = 0, False, False
+        self._depth, self._lifted_depths, self._is_held = 0, [0], False
         if getsignal(SIGINT) is self._hold_method:
             signal(SIGINT, self._handler)
 
-    def replace(self) -> None:
-        """Holds signals back again."""
-        signal(SIGINT, self._hold_method)
+    def _replace(self) -> None:
+        """Holds signals back from the handler that the script has installed last."""
+        handler = getsignal(SIGINT)
+        # SIG_DFL and SIG_IGN interrupt no Python code.
+        if callable(handler) and handler is not self._hold_method:
+            self._handler = handler
+            # From its return on, no signal raises: a handler is looked up when it is called.
+            signal(SIGINT, self._hold_method)
 
     @property
-    def is_active(self) -> bool:
-        """True on the main thread within a mask that holds SIGINT back."""
-        return self._is_replaced and get_ident() == _main_thread
+    def is_held(self) -> bool:
+        """True on the main thread if a signal was held back from it. What must not wait for long with a mask
+        looks at it now and then, and lifts the mask."""
+        return self._is_held and get_ident() == _main_thread
 
     @property
     def has_interrupted(self) -> bool:
@@ -108,7 +126,7 @@ class InterruptMask:
         return self._depth > 0 and get_ident() == _main_thread
 
     def _hold(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_held = True
+        self._is_held = True
 
 
 class _Lifted(contextlib.AbstractContextManager[None]):
@@ -116,16 +134,12 @@ class _Lifted(contextlib.AbstractContextManager[None]):
         self._mask = mask
 
     def __enter__(self) -> None:
-        if self._mask.is_active:
-            try:
-                self._mask.restore()
-            except BaseException:  # whatever the script's handler raises; the mask goes on until its own end
-                self._mask.replace()
-                raise
+        if get_ident() == _main_thread:
+            self._mask.lift()
 
     def __exit__(self, *exception: object) -> None:
-        if self._mask.is_active:
-            self._mask.replace()
+        if get_ident() == _main_thread:
+            self._mask.go_on()
 
 
 class MaskedLock(contextlib.AbstractContextManager[None]):

@@ -142,9 +142,14 @@ class Channel(Waiter):
             with MASK:
                 if self._lock.take_or_sleep(ready, until):
                     try:
-                        return self._poll_until(ready, until)
+                        is_over = self._poll_until(ready, until)
                     finally:
                         self._release()
+                    if is_over:
+                        return
+                    # Without the lock: the script's handler may push, and wait, on this thread.
+                    with MASK.lifted:
+                        pass
             if ready() or time.monotonic() >= until:
                 return
 
@@ -218,20 +223,20 @@ class Channel(Waiter):
         for _, pending in list(self._pending.values()):
             self._fail(pending, error)
 
-    def _poll_until(self, ready: Ready, until: float) -> None:
+    def _poll_until(self, ready: Ready, until: float) -> bool:
+        """Returns False if a signal was held back before the wait was over."""
         while True:
             while self._lock.commands:
                 self._run(self._lock.commands.popleft())
             now = time.monotonic()
             if ready() or self._closed or now >= until:
-                return
+                return True
             if self._ticks.is_due(now):
                 self._run(commands.Tick(now))
                 continue
             events = self._poller.poll(int(1000 * (min(until, self._ticks.next) - now)) + 1)
             if MASK.is_held:  # not lifted meanwhile: that would cost more than the poll
-                with MASK.lifted:
-                    pass
+                return False
             try:
                 for socket, event in events:
                     if isinstance(socket, int):

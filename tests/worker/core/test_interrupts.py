@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from zenps.worker.core.interrupts import MASK, MaskedLock
+from zenps.worker.core.interrupts import MASK, Handler, MaskedLock
 from zenps.worker.core.waiting import Notifier
 from zenps.worker.transport.lock import CombiningLock
 
@@ -118,6 +118,52 @@ def test_an_interrupt_where_the_mask_is_lifted_is_raised_there() -> None:
     press_raises()
 
 
+def test_what_waits_in_a_handler_where_the_mask_is_lifted_leaves_it_lifted() -> None:
+    with MASK:
+        with MASK.lifted:
+            with MASK, MASK.lifted:
+                pass
+            press_raises()
+            with MASK.lifted:
+                pass
+            press_raises()
+        press()  # held back again: the test ends this line
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            pass
+    press_raises()
+
+
+def test_a_mask_in_a_handler_where_another_is_lifted_holds_interrupts_back() -> None:
+    done = []
+
+    def work() -> None:
+        with MASK:
+            press()
+            done.append("all")
+
+    with MASK, MASK.lifted, pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all"]
+    press_raises()
+
+
+def test_after_an_interrupt_just_before_a_mask_goes_on_the_next_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with MASK:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(MASK.lifted), "__exit__", interrupt)
+            with pytest.raises(KeyboardInterrupt), MASK, MASK.lifted:
+                pass
+        press()  # held back again: the test ends this line
+        with pytest.raises(KeyboardInterrupt), MASK.lifted:
+            pass
+    press_raises()
+
+
 def test_without_a_mask_lifting_it_does_nothing() -> None:
     with MASK.lifted:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -146,6 +192,26 @@ def test_a_script_s_own_handler_is_called_once_and_may_return() -> None:
         assert not calls
     assert calls == [signal.SIGINT]
     assert signal.getsignal(signal.SIGINT) is note
+
+
+@pytest.mark.parametrize("later", [signal.SIG_IGN, signal.default_int_handler])
+def test_a_handler_that_the_script_s_own_installs_stays(later: Handler | signal.Handlers) -> None:
+    """As one that ends the job at the second Ctrl-C, or ignores it."""
+
+    def handle(*_: object) -> None:
+        signal.signal(signal.SIGINT, later)
+        raise SystemExit
+
+    signal.signal(signal.SIGINT, handle)
+    with MASK:
+        press()
+        with pytest.raises(SystemExit), MASK.lifted:
+            pytest.fail("lifted without the interrupt that was held back")
+        if later is signal.default_int_handler:
+            press()
+            with pytest.raises(KeyboardInterrupt), MASK.lifted:
+                pytest.fail("lifted without the interrupt that was held back")
+    assert signal.getsignal(signal.SIGINT) is later
 
 
 def test_on_other_threads_it_does_nothing() -> None:

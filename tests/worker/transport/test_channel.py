@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import socket as net
 import threading
 import time
@@ -32,6 +33,7 @@ from zenps.wire.shared_memory.arena import Arena
 from zenps.wire.shared_memory.handshake import Listener, server_name
 from zenps.wire.shared_memory.loans import DROPPED, MAPPED
 from zenps.wire.sockets import COPY_BELOW_BYTES
+from zenps.worker.core.interrupts import MASK
 from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options
 from zenps.worker.core.spans import Spans
@@ -609,6 +611,49 @@ def test_a_further_round_that_cannot_be_pushed_fails_its_tensor_and_is_given_up(
     with pytest.raises(TensorError, match="no memory"):
         pending.wait()
     assert server.receive_give_up() == GiveUp(1, "t#more", 0)
+
+
+class Summed(Given):
+    """Its result is there with the first answer."""
+
+    def on_answer(self, answer: Answer) -> Sequence[EncodedTensor]:
+        return ()
+
+    def finish(self) -> Tensor:
+        return torch.zeros(4)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_handler_of_ctrl_c_may_push_and_wait_while_its_thread_waits(
+    server: Server, pushing: Channel
+) -> None:
+    """As one by which the ranks agree to end the job."""
+    first, second = (
+        pending_of(pushing, Summed(whole(name, 1)), name, seconds=DEADLINE_SECONDS)
+        for name in ("first", "second")
+    )
+    results: list[Tensor] = []
+
+    def handle(*_: object) -> None:
+        pushing.submit(second)
+        assert [server.receive().tensor for _ in range(2)] == ["first", "second"]
+        server.answer_sum("second")
+        results.append(second.wait())
+        server.answer_sum("first")
+
+    signal.signal(signal.SIGINT, handle)
+    presses = [signal.SIGINT]
+
+    def ready() -> bool:
+        if presses:
+            signal.raise_signal(presses.pop())
+        return first.has_ended
+
+    pushing.submit(first)
+    with MASK:
+        pushing.wait(ready, time.monotonic() + DEADLINE_SECONDS)
+    assert len(results) == 1
+    assert torch.equal(first.wait(), results[0])
 
 
 # ── priorities ──────────────────────────────────────────────────────────────────────────────────

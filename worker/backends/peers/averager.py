@@ -14,6 +14,7 @@ from torch import Tensor
 from zenps.errors import DeadlineError, ZenPSError, listing
 from zenps.observe import log
 
+from ...core.interrupts import MASK
 from ...core.pending import LeftError, Pending
 from ...core.request import Options
 from ...core.statistics import Progress, Report
@@ -94,27 +95,15 @@ class GroupAverager:
             MismatchError: a member averages in another step, or another model.
             PeerLostError: a node was lost meanwhile.
         """
-        members = members_of(self._cycle[step % len(self._cycle)], self._group.rank)
         assert self._current is None or self._current.has_ended, "its tensors are still used: settle() first"
         transfer, progress = _Averaging(tensors), Progress(step)
-        pending = self._current = Pending(name, Options(), transfer, progress, self._waiting)
-        self._note_step(name, step)
-        if self._failure is not None:
-            pending.fail(self._failure)
-        others = [rank for rank in members if rank != self._group.rank]
-        self._wait = f"models of rank(s) {listing(others)}, step {step}", progress.began
-        try:
-            self._rounds.put(_Round(pending, transfer, members))
-            pending.wait()
-        except DeadlineError as error:
-            late = DeadlineError(
-                f"model {name!r}, step {step}: not averaged with rank(s) {listing(others)}: {error}; "
-                "see their logs"
-            )
-            self._fail(late)
-            raise late from error
-        finally:
-            self._wait = None
+        with MASK:  # what settle() waits for is known to the averager's thread
+            pending = self._current = Pending(name, Options(), transfer, progress, self._waiting)
+            self._note_step(name, step)
+            if self._failure is not None:
+                pending.fail(self._failure)
+            self._rounds.put(_Round(pending, transfer, self._members(step)))
+        self._await(pending)
 
     def settle(self) -> None:
         """Waits for an average whose wait Ctrl-C has interrupted: its tensors are in use until it ends.
@@ -122,13 +111,33 @@ class GroupAverager:
         Errors are those of that average.
         """
         if self._current is not None and not self._current.has_ended:
-            self._current.wait()
+            self._await(self._current)
 
     def close(self) -> None:
         """Ends the thread; an average in progress fails."""
         self._fail(LeftError())
         self._rounds.put(None)
         self._thread.join(CLOSE_SECONDS)
+
+    def _members(self, step: int) -> Sequence[int]:
+        return members_of(self._cycle[step % len(self._cycle)], self._group.rank)
+
+    def _await(self, pending: Pending) -> None:
+        step = pending.progress.step
+        others = listing([rank for rank in self._members(step) if rank != self._group.rank])
+        with MASK:  # an interrupt that comes with the deadline is raised once the averager has failed
+            try:
+                self._wait = f"models of rank(s) {others}, step {step}", pending.progress.began
+                pending.wait()
+            except DeadlineError as error:
+                late = DeadlineError(
+                    f"model {pending.name!r}, step {step}: not averaged with rank(s) {others}: {error}; "
+                    "see their logs"
+                )
+                self._fail(late)
+                raise late from error
+            finally:
+                self._wait = None
 
     def _note_step(self, name: str, step: int) -> None:
         # Not the step itself: a model that is loaded from a checkpoint begins with a later one.

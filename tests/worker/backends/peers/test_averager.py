@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,55 @@ def test_a_rank_that_comes_too_late_is_named_and_waited_for_no_more(unanswered: 
         assert averager.registry.get_sample_value("zenps_rounds_total", {"outcome": "failed"}) == failed
         assert unanswered.aborted.is_set()
         assert averager.lease.wait_sources[0]() is None
+    averager.close()
+
+
+def test_a_rank_that_is_late_for_an_interrupted_average_is_waited_for_no_more(
+    unanswered: Unanswered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The averager's thread uses the model as long as it waits for that rank."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    averager = Averager(unanswered, seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(averager._notifier, "wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            averager.average("a", 3, [torch.ones(3)])
+    with pytest.raises(DeadlineError, match=r"model 'a', step 3: not averaged with rank\(s\) 1: "):
+        averager.settle()
+    assert unanswered.aborted.is_set()
+    with pytest.raises(DeadlineError, match="step 3"):
+        averager.average("a", 4, [torch.ones(3)])
+    averager.close()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_that_comes_with_the_deadline_leaves_no_average_behind(
+    unanswered: Unanswered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    averager = Averager(unanswered)
+    monkeypatch.setattr(averager._notifier, "wait", wait)  # as at the deadline
+    with pytest.raises(KeyboardInterrupt):
+        averager.average("a", 3, [torch.ones(3)])
+    assert unanswered.aborted.is_set()
+    averager.close()
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_average_that_is_interrupted_as_it_begins_has_begun(
+    unanswered: Unanswered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next step would wait for it, and nobody would end it."""
+    averager = Averager(unanswered)
+    monkeypatch.setattr(averager, "_note_step", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        averager.average("a", 3, [torch.ones(3)])
+    assert unanswered.waits.wait(DEADLINE_SECONDS)
     averager.close()
 
 
