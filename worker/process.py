@@ -161,6 +161,7 @@ class Process:
             try:
                 self._world = join_cluster(config, opened, has_left=has_left)
             except BaseException:  # also Ctrl-C, and the SystemExit of SIGTERM: a later init() needs the port
+                self._world = None  # it was there already if the interrupt came last of all
                 opened.close()
                 raise
             finally:
