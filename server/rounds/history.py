@@ -19,7 +19,7 @@ from zenps.config.settings import MAX_NAMES
 from zenps.errors import ProtocolError
 
 from ..reducers.base import FailedRound
-from .states import Key, ServerRound
+from .states import Forgotten, Key, ServerRound
 
 # The memory that CPython takes for a tensor besides its name, for each rank that pushes it, and for an
 # outcome that was forgotten; rounded up.
@@ -60,9 +60,8 @@ class History:
         """The ended rounds whose outcomes are kept ``while there is room``; oldest first."""
         self._pinned: dict[Slot, ServerRound] = {}
         """The ended rounds whose outcomes are kept ``until the next result``."""
-        self._forgotten: OrderedDict[Slot, tuple[int, Set[int]]] = OrderedDict()
-        """By slot, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
-        a rank needs it, it is reduced again."""
+        self._forgotten: OrderedDict[Slot, Forgotten] = OrderedDict()
+        """The last outcomes that are not kept any more. If a rank needs one, it is reduced again."""
 
     def __iter__(self) -> Iterator[ServerRound]:
         """The rounds whose outcomes are kept."""
@@ -143,15 +142,12 @@ class History:
                 return round_
         return None
 
-    def forgotten(self, key: Key) -> Set[int] | None:
-        """Returns None, unless the outcome of this round was one of the last of its series and is forgotten.
-
-        Otherwise returns the lost ranks whose values were not in that outcome.
-        """
+    def forgotten(self, key: Key) -> Forgotten | None:
+        """Returns the outcome of this round if it was one of the last of its series and is forgotten."""
         for slot in _slots(key):
-            step, excluded = self._forgotten.get(slot, (-1, frozenset()))
-            if step == key.step:
-                return excluded
+            forgotten = self._forgotten.get(slot)
+            if forgotten is not None and forgotten.step == key.step:
+                return forgotten
         return None
 
     def keep(self, round_: ServerRound) -> None:
@@ -183,7 +179,7 @@ class History:
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
-        self._forgotten[_slot(round_)] = round_.key.step, round_.excluded
+        self._forgotten[_slot(round_)] = Forgotten(round_.key.step, round_.excluded)
         self.size_bytes += _size_bytes(round_.excluded)
 
     def _round(self, slot: Slot) -> ServerRound | None:
@@ -191,8 +187,10 @@ class History:
 
     def _step(self, slot: Slot) -> int:
         """Returns the step of the outcome that is kept or forgotten there; -1 if there is none."""
-        round_ = self._round(slot)
-        return self._forgotten.get(slot, (-1, None))[0] if round_ is None else round_.key.step
+        if (round_ := self._round(slot)) is not None:
+            return round_.key.step
+        forgotten = self._forgotten.get(slot)
+        return -1 if forgotten is None else forgotten.step
 
     def _clear(self, slot: Slot) -> None:
         if (round_ := self._round(slot)) is not None:
@@ -209,9 +207,9 @@ class History:
         self.size_bytes -= round_.size_bytes
 
     def _unmark_forgotten(self, slot: Slot) -> None:
-        _, excluded = self._forgotten.pop(slot, (0, None))
-        if excluded is not None:
-            self.size_bytes -= _size_bytes(excluded)
+        forgotten = self._forgotten.pop(slot, None)
+        if forgotten is not None:
+            self.size_bytes -= _size_bytes(forgotten.excluded)
 
 
 def _slots(key: Key) -> tuple[Slot, Slot]:

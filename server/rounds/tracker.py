@@ -195,11 +195,10 @@ class ServerRounds:
         under a new ring, and rounds whose outcome was forgotten although this rank lacks its reply. A
         round also opens if no open round has a push: open rounds without any push may have been given up.
         """
-        excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
-        round_.is_reopened = excluded is not None
+        round_.forgotten = self._history.forgotten(key)
         round_.is_recovery |= round_.is_reopened or held.push.again
-        round_.excluded = excluded or frozenset()
+        round_.excluded = frozenset() if round_.forgotten is None else round_.forgotten.excluded
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes)
         else:
@@ -336,6 +335,8 @@ class ServerRounds:
     def _cancel(self, round_: ServerRound, now: float) -> Actions:
         """Forgets a round that nobody waits for any more: the next push opens another."""
         self._end(round_, "nobody left")
+        if round_.forgotten is not None:
+            round_.forgotten.wait_seconds *= 2
         return self._readmit(now)
 
     def _end(self, round_: ServerRound, event: RoundEvent) -> None:

@@ -19,7 +19,7 @@ from zenps.server.reducers.base import FailedRound
 from zenps.server.rounds import history
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
-from zenps.server.rounds.states import Key, Reply, ServerRound
+from zenps.server.rounds.states import Forgotten, Key, Reply, ServerRound
 from zenps.wire.messages import Busy, Failure
 
 RANKS = 8
@@ -101,7 +101,7 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     past.keep(ended(key, frozenset({2})))
     assert past.size_bytes == size + ROUND_BYTES
     past.forget_oldest()
-    assert past.forgotten(key) == {2}
+    assert past.forgotten(key) == Forgotten(key.step, {2})
     assert past.size_bytes == size + FORGOTTEN_BYTES + RANK_BYTES
     past.keep(ended(key))
     assert past.forgotten(key) is None
@@ -155,8 +155,8 @@ def test_a_forgotten_result_is_known_until_the_next_result() -> None:
     past.forget_oldest()
     past.keep(failure_of(failed))
     past.forget_oldest()
-    assert past.forgotten(first) == {2}
-    assert past.forgotten(failed) == frozenset()
+    assert past.forgotten(first) == Forgotten(0, {2})
+    assert past.forgotten(failed) == Forgotten(1, frozenset())
     assert past.size_bytes == 2 * FORGOTTEN_BYTES + RANK_BYTES
     past.keep(ended(last))
     assert past.forgotten(first) is past.forgotten(failed) is None
