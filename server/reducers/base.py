@@ -24,14 +24,14 @@ from zenps.kernels.base import Kernels
 from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES
 
-Kept = Literal["while there is room", "until the next step"]
+Kept = Literal["while there is room", "until the next result"]
 """How long an outcome is kept, so that a push that comes again is answered.
 
-Each is kept at most until the next step of the same chunk has its outcome: by then every rank has shown that
-it received its reply. ``while there is room``: the server may forget it before, when the byte budget is used
+Each is kept at most until a later step of the same chunk has a result: by then every rank has shown that it
+received its reply. ``while there is room``: the server may forget it before, when the byte budget is used
 up; if a rank lacks its reply, all ranks push again and the round is reduced again, to the same bits.
-``until the next step``: it is never forgotten before, because the reducer has changed a state of its own, and
-would change it twice if it reduced the same pushes again.
+``until the next result``: it is never forgotten before, because the reducer has changed a state of its own,
+and would change it twice if it reduced the same pushes again.
 """
 
 

@@ -8,10 +8,6 @@ from typing import Literal
 
 from .states import ServerRound
 
-# How long a reopened round waits for the next push, or fragment of one, because other ranks answer ``wanted``
-# at most every 5 s. If its push was only a late duplicate, nobody needs the round. A rank that does lack the
-# reply pushes again.
-REOPENED_SECONDS = 15.0
 # How long a resumed round waits for its first push while no push of any round comes: on a slow link it may be
 # queued behind many. A rank that has given the round up answers ``resume`` by ``give-up``; this limit is for
 # lost messages. A later push opens the round again.
@@ -81,4 +77,5 @@ def ending(
         return "given up"
     if now > round_.opened + deadline_seconds:
         return "deadline"
-    return "nobody left" if round_.is_reopened and now > round_.added + REOPENED_SECONDS else None
+    forgotten = round_.forgotten
+    return "nobody left" if forgotten is not None and now > round_.added + forgotten.wait_seconds else None

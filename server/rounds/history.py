@@ -18,7 +18,8 @@ from typing import Literal
 from zenps.config.settings import MAX_NAMES
 from zenps.errors import ProtocolError
 
-from .states import Key, ServerRound
+from ..reducers.base import FailedRound
+from .states import Forgotten, Key, ServerRound
 
 # The memory that CPython takes for a tensor besides its name, for each rank that pushes it, and for an
 # outcome that was forgotten; rounded up.
@@ -31,12 +32,12 @@ MAX_FORGOTTEN = 1 << 20
 
 _NEVER = (-1, 0)
 
-Series = tuple[str, int]
-"""Tensor and chunk, see :attr:`Key.series`."""
+Slot = tuple[str, int, bool]
+"""Tensor and chunk (:attr:`Key.series`), and whether it is for their last failure or their last result."""
 
 
 class History:
-    """The steps that ranks have pushed, and the last outcome of each tensor and chunk: kept, or forgotten.
+    """The steps that ranks have pushed, and the last outcomes of each tensor and chunk: kept, or forgotten.
 
     Attributes:
         size_bytes: the memory of all this.
@@ -55,13 +56,12 @@ class History:
         """By tensor, the greatest of these pairs."""
         self._names: dict[str, str] = {}
         """Each tensor's name, see :meth:`shared`."""
-        self._evictable: OrderedDict[Series, ServerRound] = OrderedDict()
-        """The last ended round of each series whose outcome is kept ``while there is room``; oldest first."""
-        self._pinned: dict[Series, ServerRound] = {}
-        """The last ended round of each series whose outcome is kept ``until the next step``."""
-        self._forgotten: OrderedDict[Series, tuple[int, Set[int]]] = OrderedDict()
-        """By series, the last step whose outcome was forgotten, and the ranks that were excluded from it. If
-        a rank needs it, it is reduced again."""
+        self._evictable: OrderedDict[Slot, ServerRound] = OrderedDict()
+        """The ended rounds whose outcomes are kept ``while there is room``; oldest first."""
+        self._pinned: dict[Slot, ServerRound] = {}
+        """The ended rounds whose outcomes are kept ``until the next result``."""
+        self._forgotten: OrderedDict[Slot, Forgotten] = OrderedDict()
+        """The last outcomes that are not kept any more. If a rank needs one, it is reduced again."""
 
     def __iter__(self) -> Iterator[ServerRound]:
         """The rounds whose outcomes are kept."""
@@ -134,37 +134,43 @@ class History:
 
     # ── outcomes ────────────────────────────────────────────────────────────────────────────────
 
-    def last(self, key: Key) -> ServerRound | None:
-        """Returns the last ended round of the same tensor and chunk if its outcome is kept; else None."""
-        series = key.series
-        return self._evictable.get(series) or self._pinned.get(series)
+    def kept(self, key: Key) -> ServerRound | None:
+        """Returns the ended round with this key if its outcome is kept; else None."""
+        for slot in _slots(key):
+            round_ = self._round(slot)
+            if round_ is not None and round_.key.step == key.step:
+                return round_
+        return None
 
-    def forgotten(self, key: Key) -> Set[int] | None:
-        """Returns None, unless the outcome of this round was the last of its series and is forgotten.
-
-        Otherwise returns the lost ranks whose values were not in that outcome.
-        """
-        step, excluded = self._forgotten.get(key.series, (-1, frozenset()))
-        return excluded if step == key.step else None
+    def forgotten(self, key: Key) -> Forgotten | None:
+        """Returns the outcome of this round if it was one of the last of its series and is forgotten."""
+        for slot in _slots(key):
+            forgotten = self._forgotten.get(slot)
+            if forgotten is not None and forgotten.step == key.step:
+                return forgotten
+        return None
 
     def keep(self, round_: ServerRound) -> None:
-        """Keeps the outcome of a round that has ended, in place of that of an earlier step."""
-        series = round_.key.series
-        kept = self._evictable.get(series) or self._pinned.get(series)
-        last_step = self._forgotten.get(series, (-1, None))[0] if kept is None else kept.key.step
-        if last_step > round_.key.step:
+        """Keeps the outcome of a round that has ended: a result in place of all outcomes of earlier steps, a
+        failure in place of an earlier failure.
+        """
+        assert round_.outcome is not None
+        result, failure = _slots(round_.key)
+        slot = _slot(round_)
+        # A failure needs no push of a rank that lacks the result before it.
+        replaced, newer = ([result, failure], [result]) if slot == result else ([failure], [result, failure])
+        if any(self._step(other) > round_.key.step for other in newer):
             round_.advance("next step")
             return
-        if kept is not None:
-            self._drop(kept, "next step")
-        self._unmark_forgotten(series)
+        for other in replaced:
+            if self._step(other) <= round_.key.step:
+                self._clear(other)
         self.kept_bytes += round_.size_bytes
         self.size_bytes += round_.size_bytes
-        assert round_.outcome is not None
         if round_.outcome.kept == "while there is room":
-            self._evictable[series] = round_
+            self._evictable[slot] = round_
         else:
-            self._pinned[series] = round_
+            self._pinned[slot] = round_
             self._pinned_bytes += round_.size_bytes
 
     def forget_oldest(self) -> None:
@@ -173,21 +179,47 @@ class History:
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
-        self._forgotten[round_.key.series] = round_.key.step, round_.excluded
+        self._forgotten[_slot(round_)] = Forgotten(round_.key.step, round_.excluded)
         self.size_bytes += _size_bytes(round_.excluded)
 
+    def _round(self, slot: Slot) -> ServerRound | None:
+        return self._evictable.get(slot) or self._pinned.get(slot)
+
+    def _step(self, slot: Slot) -> int:
+        """Returns the step of the outcome that is kept or forgotten there; -1 if there is none."""
+        if (round_ := self._round(slot)) is not None:
+            return round_.key.step
+        forgotten = self._forgotten.get(slot)
+        return -1 if forgotten is None else forgotten.step
+
+    def _clear(self, slot: Slot) -> None:
+        if (round_ := self._round(slot)) is not None:
+            self._drop(round_, "next step")
+        self._unmark_forgotten(slot)
+
     def _drop(self, round_: ServerRound, event: Literal["next step", "over the budget"]) -> None:
-        if self._evictable.pop(round_.key.series, None) is None:
-            del self._pinned[round_.key.series]
+        slot = _slot(round_)
+        if self._evictable.pop(slot, None) is None:
+            del self._pinned[slot]
             self._pinned_bytes -= round_.size_bytes
         round_.advance(event)
         self.kept_bytes -= round_.size_bytes
         self.size_bytes -= round_.size_bytes
 
-    def _unmark_forgotten(self, series: Series) -> None:
-        _, excluded = self._forgotten.pop(series, (0, None))
-        if excluded is not None:
-            self.size_bytes -= _size_bytes(excluded)
+    def _unmark_forgotten(self, slot: Slot) -> None:
+        forgotten = self._forgotten.pop(slot, None)
+        if forgotten is not None:
+            self.size_bytes -= _size_bytes(forgotten.excluded)
+
+
+def _slots(key: Key) -> tuple[Slot, Slot]:
+    """The slots of the last result and of the last failure."""
+    return (*key.series, False), (*key.series, True)
+
+
+def _slot(round_: ServerRound) -> Slot:
+    """The slot of the outcome of a round that has ended."""
+    return *round_.key.series, isinstance(round_.outcome, FailedRound)
 
 
 def _size_bytes(excluded: Set[int]) -> int:

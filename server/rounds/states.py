@@ -87,6 +87,11 @@ ROUND: Final[Transitions[RoundState, RoundEvent]] = {
 ASK_SECONDS = 0.5
 MAX_ASK_SECONDS = 16.0
 
+# How long a reopened round waits at first for the next push, or fragment of one, because other ranks answer
+# ``wanted`` at most every 5 s. If its push was only a late duplicate, nobody needs the round. A rank that
+# does lack the reply pushes again. Then the round waits longer: on a slow link a push may take minutes.
+REOPENED_SECONDS = 15.0
+
 
 class Key(NamedTuple):
     """The key of a round on one server, under one ring."""
@@ -149,6 +154,17 @@ class Reply(Struct, frozen=True):
 Action = Reduce | Reply
 
 
+class Forgotten(Struct):
+    """An outcome that was forgotten for the byte budget, so that its round may be reopened."""
+
+    step: int
+    excluded: Set[int]
+    """The lost ranks whose values are not in the outcome."""
+    wait_seconds: float = REOPENED_SECONDS
+    """How long the round waits for the next push, or fragment of one; twice as long each time it was in
+    vain."""
+
+
 class ServerRound(Struct, eq=False):
     """One round: its state, and what is held for it."""
 
@@ -174,8 +190,8 @@ class ServerRound(Struct, eq=False):
     is_recovery: bool = False
     """Whether other ranks may have the result already: from an older ring, or from an outcome that this
     server has forgotten since."""
-    is_reopened: bool = False
-    """Whether this server has forgotten the outcome."""
+    forgotten: Forgotten | None = None
+    """The outcome that the round had before, if this server has forgotten it."""
     ask_at: float = 0.0
     ask_seconds: float = ASK_SECONDS
     excluded: Set[int] = frozenset()
@@ -185,6 +201,11 @@ class ServerRound(Struct, eq=False):
     outcome: Outcome | None = None
     beyond: int | None = None
     """The rank for which this round is open beyond budget and allowance; a rank has at most one of them."""
+
+    @property
+    def is_reopened(self) -> bool:
+        """Whether this server has forgotten the outcome."""
+        return self.forgotten is not None
 
     @property
     def most_refused_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 The dispatcher calls a method for each event, and carries out the actions that it returns. A round is one
 chunk of one tensor in one step. It opens with the first push that is admitted (:mod:`.admission`), and is
-reduced once all ranks have pushed. Its outcome is kept until the next step's is ready: by then every rank has
+reduced once all ranks have pushed. Its result is kept until a later step has one: by then every rank has
 shown that it received its reply. A new ring ends all rounds: workers push again what they still need.
 """
 
@@ -120,9 +120,8 @@ class ServerRounds:
         self._last_push = now
         key = Key(self._history.shared(push.tensor), push.step, push.chunk)
         # One of an older step may still be needed: a later step fails as soon as a rank gives it up.
-        last = self._history.last(key)
-        if last is not None and push.step == last.key.step:
-            return self._repeat(last, held)
+        if (kept := self._history.kept(key)) is not None:
+            return self._repeat(kept, held)
         self._history.note(key.tensor, push.rank, push.step, push.chunks)
         if key in self._open:
             return self._hold(self._open[key], held, now)
@@ -196,11 +195,10 @@ class ServerRounds:
         under a new ring, and rounds whose outcome was forgotten although this rank lacks its reply. A
         round also opens if no open round has a push: open rounds without any push may have been given up.
         """
-        excluded = self._history.forgotten(key)
         round_ = self._admission.refused(key) or ServerRound(key)
-        round_.is_reopened = excluded is not None
+        round_.forgotten = self._history.forgotten(key)
         round_.is_recovery |= round_.is_reopened or held.push.again
-        round_.excluded = excluded or frozenset()
+        round_.excluded = frozenset() if round_.forgotten is None else round_.forgotten.excluded
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes)
         else:
@@ -337,6 +335,8 @@ class ServerRounds:
     def _cancel(self, round_: ServerRound, now: float) -> Actions:
         """Forgets a round that nobody waits for any more: the next push opens another."""
         self._end(round_, "nobody left")
+        if round_.forgotten is not None:
+            round_.forgotten.wait_seconds *= 2
         return self._readmit(now)
 
     def _end(self, round_: ServerRound, event: RoundEvent) -> None:
@@ -366,14 +366,14 @@ class ServerRounds:
         self._admission.keep(round_)
         return self._readmit(now)
 
-    def _repeat(self, last: ServerRound, held: HeldPush) -> Actions:
+    def _repeat(self, kept: ServerRound, held: HeldPush) -> Actions:
         """Answers a push of a round whose outcome is kept: once, though a rank repeats all its fragments."""
         self.duplicates += 1
         if held.push.fragment:
             return []
-        last.advance("push")
-        assert last.outcome is not None
-        return [*replies_of(last.outcome, [held])]
+        kept.advance("push")
+        assert kept.outcome is not None
+        return [*replies_of(kept.outcome, [held])]
 
     def _ask(self, now: float) -> Actions:
         """Asks ranks for pushes of recovery rounds: they may have their reply already, and not push again."""

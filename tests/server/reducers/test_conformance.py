@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -97,6 +98,14 @@ def test_its_size_is_that_of_what_is_kept(pushes: Pushes) -> None:
     for push, frames in pushes:
         assert read(push, frames).size_bytes >= sum(frame.nbytes for frame in frames)
         assert read(push, frames).size_bytes > RECEIVE_BUFFER_BYTES
+
+
+@every_kind
+def test_what_is_kept_does_not_keep_the_buffer_of_a_small_push(pushes: Pushes) -> None:
+    push, frames = pushes[0]
+    alone = msgspec.structs.replace(push, average=False)
+    (answer,) = reduced([(alone, frames)]).reply(0)
+    assert not any(np.shares_memory(kept, frame) for kept in answer.frames for frame in frames)
 
 
 @every_kind

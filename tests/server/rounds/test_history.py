@@ -15,11 +15,12 @@ from tests.server.rounds.test_tracker import (
     push_all,
 )
 from zenps.errors import ProtocolError
+from zenps.server.reducers.base import FailedRound
 from zenps.server.rounds import history
 from zenps.server.rounds.admission import ROUND_BYTES
 from zenps.server.rounds.history import FORGOTTEN_BYTES, NAME_BYTES, RANK_BYTES, History
-from zenps.server.rounds.states import Key, Reply, ServerRound
-from zenps.wire.messages import Busy
+from zenps.server.rounds.states import Forgotten, Key, Reply, ServerRound
+from zenps.wire.messages import Busy, Failure
 
 RANKS = 8
 
@@ -27,7 +28,7 @@ RANKS = 8
 class Pinned(FixedOutcome):
     """The outcome of a reducer that has changed its own state."""
 
-    kept = "until the next step"
+    kept = "until the next result"
 
 
 def ended(
@@ -35,6 +36,11 @@ def ended(
 ) -> ServerRound:
     outcome = kind(key)
     return ServerRound(key, state="answered", size_bytes=ROUND_BYTES, excluded=excluded, outcome=outcome)
+
+
+def failure_of(key: Key) -> ServerRound:
+    outcome = FailedRound(Failure(1, *key, "mismatch", "disagree"))
+    return ServerRound(key, state="failed", size_bytes=ROUND_BYTES, outcome=outcome)
 
 
 def test_its_memory_is_counted() -> None:
@@ -95,7 +101,7 @@ def test_a_name_counts_once_and_what_is_known_again_does_not() -> None:
     past.keep(ended(key, frozenset({2})))
     assert past.size_bytes == size + ROUND_BYTES
     past.forget_oldest()
-    assert past.forgotten(key) == {2}
+    assert past.forgotten(key) == Forgotten(key.step, {2})
     assert past.size_bytes == size + FORGOTTEN_BYTES + RANK_BYTES
     past.keep(ended(key))
     assert past.forgotten(key) is None
@@ -120,10 +126,41 @@ def test_the_next_step_takes_the_place_of_what_is_kept_until_then() -> None:
         past.keep(ended(Key("a", step, 0), kind=kind))
         assert (past.size_bytes, past.kept_bytes) == (ROUND_BYTES, ROUND_BYTES)
         assert past.evictable_bytes == (0 if kind is Pinned else ROUND_BYTES - FORGOTTEN_BYTES)
-        last = past.last(Key("a", step, 0))
+        last = past.kept(Key("a", step, 0))
         assert last is not None
         assert last.key.step == step
         assert [*past] == [last]
+
+
+@pytest.mark.parametrize("kind", [FixedOutcome, Pinned])
+def test_a_result_and_the_last_failure_since_are_kept_until_the_next_result(kind: type[FixedOutcome]) -> None:
+    past = History()
+    first, *failures, last = (Key("a", step, 0) for step in range(4))
+    past.keep(ended(first, kind=kind))
+    for failed in failures:
+        past.keep(failure_of(failed))
+        assert {round_.key for round_ in past} == {first, failed}
+        assert (past.size_bytes, past.kept_bytes) == (2 * ROUND_BYTES, 2 * ROUND_BYTES)
+    past.keep(failure_of(failures[0]))
+    assert past.kept(failures[0]) is None
+    past.keep(ended(last, kind=kind))
+    assert [round_.key for round_ in past] == [last]
+    assert (past.size_bytes, past.kept_bytes) == (ROUND_BYTES, ROUND_BYTES)
+
+
+def test_a_forgotten_result_is_known_until_the_next_result() -> None:
+    past = History()
+    first, failed, last = (Key("a", step, 0) for step in range(3))
+    past.keep(ended(first, frozenset({2})))
+    past.forget_oldest()
+    past.keep(failure_of(failed))
+    past.forget_oldest()
+    assert past.forgotten(first) == Forgotten(0, {2})
+    assert past.forgotten(failed) == Forgotten(1, frozenset())
+    assert past.size_bytes == 2 * FORGOTTEN_BYTES + RANK_BYTES
+    past.keep(ended(last))
+    assert past.forgotten(first) is past.forgotten(failed) is None
+    assert past.size_bytes == ROUND_BYTES
 
 
 def test_nothing_is_known_under_a_new_ring() -> None:
@@ -139,7 +176,7 @@ def test_nothing_is_known_under_a_new_ring() -> None:
     assert past.shared(again) is again
     assert [*past] == []
     assert past.forgotten(Key(name, 3, 0)) is None
-    assert past.last(Key(name, 3, 1)) is past.last(Key("pinned", 3, 0)) is None
+    assert past.kept(Key(name, 3, 1)) is past.kept(Key("pinned", 3, 0)) is None
     assert past.size_bytes == past.kept_bytes == past.evictable_bytes == 0
 
 

@@ -32,7 +32,7 @@ class Gradients(Payload, frozen=True):
 class NextRows(Outcome):
     """The rows that each rank wants, taken from the table for every reply."""
 
-    kept: ClassVar[Kept] = "until the next step"
+    kept: ClassVar[Kept] = "until the next result"
 
     def __init__(self, push: Push, table: Table, wanted: dict[int, Numbers]) -> None:
         self._push, self._table, self._wanted = push, table, wanted
@@ -124,7 +124,7 @@ def test_an_outcome_that_cannot_be_reduced_again_is_not_forgotten_for_want_of_ro
     assert rows_in(again) == ([peer_of(1)], [7], [-1.5])
 
 
-def test_it_is_kept_until_the_next_step() -> None:
+def test_it_is_kept_until_the_next_result() -> None:
     rounds, reducer = make_rounds(2), TableReducer()
     run_step(rounds, reducer, 0)
     held = memory_of(rounds)
