@@ -72,6 +72,7 @@ class ModelAveraging(Consistency):
         return self._name.is_taken
 
     def reset(self) -> None:
+        super().reset()
         self.step = 0
         self.is_synchronized = False
 

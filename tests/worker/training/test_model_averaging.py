@@ -154,6 +154,7 @@ def test_in_a_job_with_another_consistency_the_optimizer_is_to_be_wrapped_again(
     optimizer = wrap(Model())
     monkeypatch.setattr(world, "averages_models", False)
     monkeypatch.setattr(world, "averager", None)
+    optimizer._consistency.reset()
     with pytest.raises(UsageError, match=r"= ds-sync, as when .*, got sync.consistency = bsp; wrap the opt"):
         optimizer.step()
     monkeypatch.setattr(world, "is_distributed", False)

@@ -42,6 +42,7 @@ class Consistency(ABC):
 
     def __init__(self) -> None:
         self._wrapped_for = needs_of_optimizer()
+        self._is_checked = True
 
     @property
     @abstractmethod
@@ -57,6 +58,7 @@ class Consistency(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forgets the steps so far: in a new world other ranks may have had others, or none."""
+        self._is_checked = False
 
     @abstractmethod
     def reset_counts(self) -> None:
@@ -69,7 +71,9 @@ class Consistency(ABC):
         Raises:
             UsageError: the optimizer is wrapped for other settings than those of this job.
         """
-        check_needs(self._wrapped_for)
+        if not self._is_checked:
+            check_needs(self._wrapped_for)
+            self._is_checked = True
 
     @abstractmethod
     def consume(self) -> None:

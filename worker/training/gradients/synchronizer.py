@@ -117,6 +117,7 @@ class GradientSynchronizer(Consistency):
         self._forget_steps()
 
     def reset(self) -> None:
+        super().reset()
         # Ranks may have left the last world at different points of a step, or while they agreed on kinds.
         self._passes.reset(self._agreement.names)
         self._agreement.reset()
