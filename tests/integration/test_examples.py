@@ -252,13 +252,15 @@ def test_a_gpu_that_is_not_there_is_refused(
     assert "--device cuda: torch finds no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "error"), [("missing/report.json", FileNotFoundError), ("", IsADirectoryError)]
+)
 def test_a_report_that_cannot_be_written_is_noticed_before_the_training(
-    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, error: type[OSError], example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "missing" / "report.json"
-    monkeypatch.setattr(sys, "argv", ["lstm_lm.py", "--report", str(path)])
+    monkeypatch.setattr(sys, "argv", ["lstm_lm.py", "--report", str(tmp_path / name)])
     monkeypatch.setattr(example("lstm_lm"), "read_standard_library", None)
-    with pytest.raises(FileNotFoundError, match=r"report\.json"):
+    with pytest.raises(error, match=str(tmp_path)):
         example("lstm_lm").main()
     zps.shutdown()
 

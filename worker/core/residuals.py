@@ -149,6 +149,15 @@ class Residuals:
                 feedback = self._feedback[name] = Feedback(table.view(-1))
             return feedback
 
+    def forget(self, name: str) -> None:
+        """Forgets the residuals of a bucket, of all its rounds: another bucket has its name from now on."""
+        with self._lock:
+            for each in [*self._tables]:
+                _, _, own = each.partition("/")
+                if own.partition("@")[0] == name:  # a leader's has a suffix
+                    del self._tables[each]
+                    self._feedback.pop(each, None)
+
     def end_step(self) -> None:
         """Begins a step: none of its gradients has been added to a residual yet."""
         with self._lock:

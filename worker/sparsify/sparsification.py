@@ -234,7 +234,7 @@ class Sparsification:
         if feedback.sparsifier is None:
             self._check_known(name)
         if feedback.sparsifier is None or (step == 0 and self._begins_anew(feedback.sparsifier, task)):
-            feedback.sparsifier, feedback.counts = self.kind(task), None
+            feedback.sparsifier, feedback.counts = self._new_sparsifier(task, feedback.sparsifier), None
         if step == 0:
             feedback.first_step = 0
         if (state := self._loaded.pop(name, None)) is not None:
@@ -255,6 +255,18 @@ class Sparsification:
         if self.kind.exchange == "agreed":  # all ranks have the same state: the shared one, or none
             return True
         return type(sparsifier) is not self.kind or sparsifier.task != task
+
+    def _new_sparsifier(self, task: Task, before: Sparsifier | None) -> Sparsifier:
+        """Returns a sparsifier. It goes on from the one ``before`` if only the rank or the number of workers
+        is another.
+        """
+        made = self.kind(task)
+        if type(before) is not self.kind or self.kind.exchange == "agreed":
+            return made
+        if before.task._replace(rank=task.rank, world=task.world) == task:
+            with blaming(made, "state_dict or load_state_dict"):
+                made.load_state_dict(before.state_dict())
+        return made
 
     def _check_known(self, name: str) -> None:
         """Raises a UsageError for a tensor that a loaded state does not have."""

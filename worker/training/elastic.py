@@ -6,13 +6,14 @@ Workers are admitted only when all ranks call :meth:`TrainingState.commit` betwe
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zenps.errors import PeerLostError, UsageError
+from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, UsageError
 
 from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import (
@@ -24,6 +25,8 @@ from ..core.request import Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .optimizer import DistributedOptimizer
+
+logger = logging.getLogger("zenps.worker")
 
 
 class TrainingState:
@@ -94,23 +97,25 @@ class TrainingState:
         # Ranks learn of joining workers at different times, but must all admit them at the same step.
         joining = torch.tensor([int(world.has_joining_workers())], device="cpu")
         if world.begin(Request(joining, "state/joining")).wait().item():
-            self._drain()
+            for optimizer in self._wrapped:
+                optimizer.drain()
             world.admit()
             self._equalize()
 
     def sync(self) -> None:
         """Makes all ranks equal, in place, to the lowest rank that is not joining.
 
-        Before, these ranks drain the optimizers: see :meth:`DistributedOptimizer.drain`.
+        Before, these ranks drain the optimizers: see :meth:`DistributedOptimizer.drain`. Averages that have
+        failed are left out, with a warning.
         """
         if not PROCESS.world.is_joining:
-            self._drain()
+            for optimizer in self._wrapped:
+                _drain_all(optimizer)
         self._equalize()
 
-    def _drain(self) -> None:
-        for optimizer in self._optimizers:
-            if isinstance(optimizer, DistributedOptimizer):
-                optimizer.drain()
+    @property
+    def _wrapped(self) -> list[DistributedOptimizer]:
+        return [each for each in self._optimizers if isinstance(each, DistributedOptimizer)]
 
     def _equalize(self) -> None:
         world = PROCESS.world
@@ -144,3 +149,11 @@ class TrainingState:
             sparsification.adopt(broadcast_state(sparsification.shared_state, holder, "sparsifier"))
         values = broadcast_state(lambda: [self.__dict__[name] for name in self._names], root, "values")
         self.__dict__.update(zip(self._names, values, strict=True))
+
+
+def _drain_all(optimizer: DistributedOptimizer) -> None:
+    while True:
+        try:
+            return optimizer.drain()
+        except (DeadlineError, MismatchError, TensorError) as error:  # of a step that is no longer in flight
+            logger.warning("before ranks are made equal, averages of a step were lost: %s", error)

@@ -155,7 +155,7 @@ def take_momentum(optimizer: torch.optim.Optimizer) -> MomentumCorrection | None
     Raises:
         UsageError: it is needed, and the optimizer is not a ``torch.optim.SGD`` with one momentum.
     """
-    if (earlier := _corrections.pop(optimizer, None)) is not None:
+    if (earlier := _corrections.get(optimizer)) is not None:  # it stays until the optimizer is wrapped
         earlier.give_back()
     sparsification = PROCESS.world.sparsification
     if sparsification is None or not sparsification.kind.takes_momentum:

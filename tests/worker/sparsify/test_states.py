@@ -91,6 +91,22 @@ def test_momentum_stays_when_workers_join() -> None:
     assert residuals.of("layer", SIZE, 1)[min(kept)] == 1 + 1.5
 
 
+def test_momentum_stays_when_only_the_rank_is_another() -> None:
+    residuals = Residuals()
+    given, tensor = options(residuals, momentum=Momentum(0.5, nesterov=False)), torch.ones(SIZE)
+    transform(make("sync.sparsifier=dgc"), tensor, 0, given).apply(tensor)
+    before = residuals.feedback("layer", SIZE, torch.float32).sparsifier
+    assert before is not None
+    state = before.state_dict()["momentum"].clone()
+    assert state.any()
+    residuals.end_step()
+    transform(make("sync.sparsifier=dgc", "cluster.workers=2"), tensor, 0, given)
+    now = residuals.feedback("layer", SIZE, torch.float32).sparsifier
+    assert now is not None
+    assert now.task.world == 2
+    assert torch.equal(now.state_dict()["momentum"], state)
+
+
 @pytest.mark.parametrize(
     ("before", "now"),
     [

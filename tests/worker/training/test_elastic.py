@@ -397,6 +397,32 @@ def test_what_is_in_flight_when_ranks_are_made_equal_is_applied(monkeypatch: pyt
         assert world.waited == world.pushed
 
 
+def test_averages_that_have_failed_do_not_keep_ranks_from_being_made_equal(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = FakeWorld()
+    world.staleness = 2
+    monkeypatch.setattr(PROCESS, "_world", world)
+
+    def make_equal(model: torch.nn.Module, optimizer: zps.DistributedOptimizer) -> None:
+        zps.TrainingState(model, [optimizer])
+        assert world.pushed["state/root"] == 1
+
+    monkeypatch.setattr(world, "late", Late(".1/bucket"))
+    assert train_and_make_equal(3, make_equal) == [-0.5 * 2] * 2
+    assert "averages of a step were lost" in caplog.text
+
+
+class Late(set[str]):
+    """Rounds of the names that contain a text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __contains__(self, name: object) -> bool:
+        return self._text in str(name)
+
+
 def test_a_worker_that_joins_applies_nothing_before_it_has_the_state_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

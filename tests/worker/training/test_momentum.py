@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from contextlib import nullcontext
 from typing import Any
@@ -20,7 +21,7 @@ from zenps.observe.metrics import WorkerMetrics
 from zenps.worker.core.statistics import Statistics
 from zenps.worker.process import PROCESS
 from zenps.worker.sparsify.sparsification import Sparsification, make_sparsification
-from zenps.worker.training.momentum import MomentumCorrection
+from zenps.worker.training.momentum import MomentumCorrection, _corrections
 from zenps.worker.world import LocalWorld
 
 
@@ -157,6 +158,20 @@ def test_an_optimizer_is_wrapped_again_with_the_groups_that_it_has_then(
     optimizer.param_groups[1]["params"][0].grad = torch.ones(2)
     wrapped.step()
     assert optimizer.param_groups[1]["params"][0].tolist() == [1 - 1.125] * 2
+
+
+def test_a_wrap_that_is_refused_leaves_what_it_should_give_back(
+    optimizer: torch.optim.SGD, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = wrap(monkeypatch, "dgc", optimizer)
+    optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "momentum": 0.0})
+    for _ in range(2):
+        with pytest.raises(UsageError, match="momentum"):
+            zps.DistributedOptimizer(optimizer)
+        assert [group["momentum"] for group in optimizer.param_groups] == [own["momentum"], 0.0]
+        earlier = _corrections[optimizer]
+        with contextlib.suppress(IndexError, UsageError):  # as in a step of the first wrapper
+            earlier._take()
 
 
 def test_an_optimizer_that_goes_on_alone_applies_its_momentum_itself(monkeypatch: pytest.MonkeyPatch) -> None:

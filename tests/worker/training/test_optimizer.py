@@ -645,6 +645,29 @@ def test_a_residual_goes_on_in_a_new_job_while_its_bucket_has_the_same_parameter
     assert (found is residual) == (layer == "first")
 
 
+def test_a_bucket_of_an_earlier_job_s_name_takes_no_other_bucket_its_residual(
+    world: FakeWorld, model: Model
+) -> None:
+    change_settings(world, "none")
+    model.words.weight.requires_grad_(False)
+    optimizer = wrap(model)
+    kept = []
+    for unfrozen in (model.last, model.last.bias):
+        model.last.requires_grad_(False)
+        optimizer._consistency.reset()
+        for _ in range(3):
+            train_one_step(model, optimizer)
+            unfrozen.requires_grad_(True)
+        first, second = (
+            (request.options.residuals, request.name)
+            for name, request in sorted(world.requests.items())
+            if "bucket" in name
+        )
+        assert [name.partition("/")[2] for _, name in (first, second)] == ["bucket0/0", "bucket2/0"]
+        kept.append([residuals.of(name, 1, 4) for residuals, name in (first, second) if residuals])
+    assert [now is before for before, now in zip(*kept, strict=True)] == [True, False]
+
+
 def test_dropped_optimizer_frees_its_residuals(world: FakeWorld, model: Model) -> None:
     """Each residual is as large as its tensor."""
     optimizer = wrap(model)

@@ -38,8 +38,8 @@ class ParameterAgreement:
         priorities: of each gradient. Forward needs the first layers first, so theirs are the highest.
         sparse: the parameters whose gradient is sparse, with the number of its sparse dimensions.
         bucket_of: the bucket of each parameter that is known to have a dense gradient.
-        residuals: of the gradients. They outlive a world while buckets of the same names have the same
-            parameters.
+        residuals: of the gradients. That of a bucket outlives a world while the bucket of its name has the
+            same parameters.
 
     Raises:
         MismatchError: the ranks' parameters differ.
@@ -197,7 +197,7 @@ class ParameterAgreement:
         self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
         names = [self.names[parameter] for parameter in bucket.parameters]
         if self._fused.get(bucket.name, names) != names:  # a residual has only the name of its bucket
-            self.residuals = Residuals()
+            self.residuals.forget(bucket.name)
         self._fused[bucket.name] = names
 
     def _set_order(self, names: Sequence[str]) -> None:
