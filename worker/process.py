@@ -156,8 +156,8 @@ class Process:
             has_left = self._scheduler == config.cluster.scheduler
             if _is_main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
                 signal.signal(signal.SIGTERM, self._exit)
-            self._is_joining = True
             opened = ExitStack()
+            self._is_joining = True
             try:
                 self._world = join_cluster(config, opened, has_left=has_left)
             except BaseException:  # also Ctrl-C, and the SystemExit of SIGTERM: a later init() needs the port

@@ -73,9 +73,10 @@ class Run:
                 self._nodes.start_server()
             self._nodes.start_workers(self.steps, barriers=not self.apart)
             self._disturb()
-            self.faults += [f"{server.process.name} has not joined" for server in self._nodes.unjoined()]
+            unjoined = [f"{server.process.name} has not joined" for server in self._nodes.unjoined()]
             if not self.faults:
                 self._collect()
+            self.faults += unjoined
             if not self.faults:
                 self._await_ends()
         finally:
