@@ -135,8 +135,9 @@ class _Service:
             "server", self._rank, self._address, metrics_address, server_settings(self._config)
         )
         try:
-            self._on_view(self._link.join(register))
+            view = self._link.join(register)
             try:
+                self._on_view(view)
                 self._serve_until_told()
             finally:
                 # However this server ends, other nodes should not have to wait until its lease expires.

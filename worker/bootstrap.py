@@ -74,6 +74,7 @@ def join_cluster(config: Config, opened: ExitStack, *, has_left: bool = False) -
     membership, link = join(config, register, spans, has_left=has_left)
     for ctx in (link.ctx, membership.ctx):
         opened.callback(ctx.destroy, linger=LINGER_MS)
+    opened.callback(link.leave)  # for errors until there is a lease, which leaves by itself
     worker_metrics.set_rank(membership.view.rank)
 
     served = served_scheme(scheme)

@@ -394,7 +394,10 @@ def threads_after_an_interrupt_of_init(opens: str) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("zenps")]
 
 
-@pytest.mark.parametrize("opens", ["zenps.worker.bootstrap.Lease", "zenps.worker.process.join_cluster"])
+@pytest.mark.parametrize(
+    "opens",
+    ["zenps.worker.bootstrap.Channel", "zenps.worker.bootstrap.Lease", "zenps.worker.process.join_cluster"],
+)
 def test_an_interrupt_of_init_leaves_no_worker_behind(opens: str) -> None:
     with Cluster(2, 1, {"sync.consistency": "ds-sync"}) as cluster:
         workers = [

@@ -62,7 +62,13 @@ class MomentumCorrection:
         """Takes momentum and weight decay from the groups, again where a script or a loaded state has set
         them.
         """
-        for index, group in enumerate(self._optimizer.param_groups):
+        groups = self._optimizer.param_groups
+        if len(groups) != len(self._weight_decays):
+            raise UsageError(
+                f"{self._setting}: got an optimizer of {len(groups)} groups, expected "
+                f"{len(self._weight_decays)}, as when it was wrapped; add groups before wrapping it"
+            )
+        for index, group in enumerate(groups):
             momentum = Momentum(group["momentum"], group["nesterov"])
             if not _is_taken(momentum.factor) and momentum != self.momentum:
                 raise UsageError(

@@ -290,7 +290,12 @@ class SchedulerLink:
         return max(self._next_beat - now, 0.0)
 
     def leave(self) -> None:
-        """Tells the scheduler that this node leaves; the socket's linger lets the message arrive."""
+        """Tells the scheduler that this node leaves; the socket's linger lets the message arrive.
+
+        Does nothing once the socket is closed.
+        """
+        if self.socket.closed:
+            return
         with contextlib.suppress(PeerLostError):  # the scheduler has refused this node before
             self.send(Leave())
 

@@ -99,6 +99,17 @@ def test_another_momentum_is_refused(
         saved(optimizer, correction)
 
 
+def test_a_group_that_is_added_to_the_inner_optimizer_is_refused(
+    optimizer: torch.optim.SGD, correction: MomentumCorrection
+) -> None:
+    state = optimizer.state_dict()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    with pytest.raises(UsageError, match="got an optimizer of 2 groups, expected 1, as when it was wrapped"):
+        gradients_of_a_step(optimizer, correction)
+    with pytest.raises(UsageError, match="add groups before wrapping it"):
+        correction.complete(state)
+
+
 def sparsification_of(sparsifier: str) -> Sparsification | None:
     sets = [f"sync.sparsifier={sparsifier}", "sync.density=0.01", "sparsifier.least_bytes=0"]
     config = load(sets=sets, environ={}).config
