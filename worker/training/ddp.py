@@ -66,7 +66,7 @@ class CommHookState:
     _prefix: Prefix = field(init=False, default_factory=lambda: Prefix("ddp"))
     _residuals: Residuals = field(init=False, default_factory=Residuals)
     _pushed: set[str] = field(init=False, default_factory=set)
-    """The names of all buckets so far."""
+    """The names of all buckets of this job so far."""
     _in_flight: list[_Bucket] = field(init=False, default_factory=list)
     _numbers: WeakTensorKeyDictionary = field(init=False, default_factory=WeakTensorKeyDictionary)
     """Numbers parameters in the order in which they were first seen, which is the same on all ranks."""
@@ -165,6 +165,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
+    if not state._prefix.is_taken:  # another job has begun, and other ranks may have missed the end of the last
+        state._pushed.clear()
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP may never use the first layout again: its residuals would be lost, and take memory. So a layout is
     # pushed whole and exactly at first. Names, and which were pushed before, are the same on all ranks.

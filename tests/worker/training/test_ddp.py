@@ -9,6 +9,7 @@ import inspect
 import multiprocessing
 import pickle
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_all_of_a_layout_is_pushed_at_first_and_vectors_always(monkeypatch: pyte
         assert (request.options.average, request.options.priority) == (True, 5)
         assert request.options.purpose == "gradient"
         assert request.options.residuals is (state._residuals if is_sparsifiable else None)
+
+
+def test_all_of_a_layout_is_pushed_at_first_in_each_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks could differ in that: the last job may have ended on one of them before its last backward."""
+    state, bucket = CommHookState(), FakeBucket(nn.Parameter(torch.zeros(3)))
+    for _ in range(2):
+        world = FakeWorld()
+        monkeypatch.setattr(PROCESS, "_world", world)
+        monkeypatch.setattr(PROCESS, "_numbers", defaultdict(set))
+        for is_repeated in (False, True):
+            comm_hook(state, bucket).wait()  # type: ignore[arg-type]
+            (request,) = world.requests.values()
+            assert request.options.is_sparsifiable == is_repeated
 
 
 def test_without_a_state_there_is_one_for_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
