@@ -103,7 +103,8 @@ class Scheme(ABC):
 
     def dense_cost(self, tensor: Tensor, links: Links) -> Cost:
         """What a dense tensor costs: 2·f·M (BytePS, OSDI '20), in even ranges and in chunks."""
-        return links.served(tensor.dense_bytes, tensor.dense_bytes, 1.0, 1.0, streams=True)
+        size, skew = tensor.dense_bytes, links.slot_imbalance
+        return links.served(size, size, skew, skew, streams=True)
 
     def step_rounds(self, rounds: Sequence[int]) -> int:
         """Message rounds of a step whose tensors take ``rounds``. Servers handle tensors concurrently."""

@@ -102,7 +102,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
         union = expected_imbalance(links.parts, items, self.union)
         pushed = expected_imbalance(links.parts, items, self.density, links.workers)
         # What workers have in common goes to the same server, and so does not even out.
-        return max(pushed, union), union
+        return links.slot_imbalance * max(pushed, union), links.slot_imbalance * union
 
     @property
     def row_skews(self) -> tuple[float, float]:
@@ -199,6 +199,11 @@ class Links(Struct, frozen=True, kw_only=True):
         """The number of servers that share a tensor."""
         return self.servers or self.workers
 
+    @property
+    def slot_imbalance(self) -> float:
+        """The slots of the fullest server, divided by the mean: a server owns whole slots."""
+        return math.ceil(SLOTS / self.parts) * self.parts / SLOTS
+
     def cost(
         self,
         *,
@@ -232,8 +237,7 @@ class Links(Struct, frozen=True, kw_only=True):
             streams: True if pulls begin before pushes have ended, which uses both directions at once.
         """
         workers = self.workers
-        share = math.ceil(SLOTS / self.parts) / SLOTS  # a server owns whole slots
-        fullest_push, fullest_pull = (min(share * skew, 1.0) for skew in (push_skew, pull_skew))
+        fullest_push, fullest_pull = (min(skew / self.parts, 1.0) for skew in (push_skew, pull_skew))
         if self.servers:
             pushed = push * max(1.0, workers * fullest_push)
             pulled = pull * max(1.0, workers * fullest_pull)
@@ -263,7 +267,8 @@ class Links(Struct, frozen=True, kw_only=True):
 
 
 def expected_imbalance(parts: int, total: int, density: float, workers: int = 1) -> float:
-    """The rows on the fullest of ``parts`` servers, divided by the mean, under a permuted partition.
+    """The rows on the fullest of ``parts`` servers, divided by the mean, under a permuted partition, if all
+    own equally many slots.
 
     1 + √(2·k·ln k·v): the fullest of k bins (Raab and Steger, "Balls into Bins", 1998), which is Zen's
     theorem 2 with its constant. For m balls v is 1 ÷ m. Here it is (1 - d) ÷ m, because the permutation deals

@@ -277,8 +277,9 @@ def test_imbalance_is_that_of_the_permutation_also_where_most_rows_are_there(
         (1_000_000, 1000, 64, 100),
         (1_000_000, 1000, 64, 1000),
         (100_000, 100_000, 1024, 2048),
+        (1_000_000, 1_000_000, 1000, 1000),
     ],
-    ids=["few in common", "many in common", "the same rows", "all rows together"],
+    ids=["few in common", "many in common", "the same rows", "all rows together", "five slots and four"],
 )
 def test_pushes_are_as_even_as_the_rows_of_all_workers(
     rows: int, hot: int, workers: int, pushed: int
@@ -295,6 +296,16 @@ def test_pushes_are_as_even_as_the_rows_of_all_workers(
     ]
     fullest = [float(np.mean([by_server.max() / by_server.mean() for by_server in each])) for each in held]
     assert [tensor.imbalance, tensor.union_imbalance] == pytest.approx(fullest, rel=0.1)
+
+
+def test_measured_skew_has_the_unevenness_of_slots_already() -> None:
+    """Of 1000 servers, 96 own five slots and the others four."""
+    tensor = Tensor(rows=10 * SLOTS, density=0.01, unions=(0.02,) * 10, skew=2.0)
+    cost = predict("sparse-ps", tensor, links(1000))
+    assert cost.push_bytes == pytest.approx(999 * tensor.coo_bytes(0.01) * 2 / 1000)
+    assert cost.pull_bytes == pytest.approx(999 * tensor.coo_bytes(0.02) * 2 / 1000)
+    dense = predict("byteps", tensor, links(1000))
+    assert dense.push_bytes == pytest.approx(999 * tensor.dense_bytes * 5 / SLOTS)
 
 
 def test_elements_of_few_wide_rows_are_dealt_more_evenly_than_the_rows() -> None:

@@ -100,7 +100,7 @@ class Occurrences:
         """How many times its even share the fullest of ``parts`` contiguous ranges has.
 
         Args:
-            parts: at most 4096.
+            parts: the number of servers.
             workers: the number of workers in whose union items are counted; 0: items are counted once for
                 each worker that pushes them.
         """
@@ -215,7 +215,7 @@ class Profile:
         """The tensor as the cost model takes it, for the workers and servers of ``links``."""
         if not self.is_sparse:
             return Tensor(rows=self.rows, item_bytes=self.item_bytes, is_sparse=False)
-        workers, parts = links.workers, min(links.parts, SLOTS)
+        workers, parts = links.workers, links.parts
         unions = tuple(
             self.union(min(1 << level, workers)) for level in range(1, (workers - 1).bit_length() + 1)
         )
