@@ -27,8 +27,8 @@ from .world import LocalWorld, World
 
 _SIGNALLED = 128
 _SPAWNED = (
-    "this is a child process of multiprocessing, which runs the training script again: if it is no worker, but "
-    "a DataLoader's, for example, put zps.init() under `if __name__ == '__main__':`"
+    "this is a child process of multiprocessing, which runs the script again: if it is no worker, but a "
+    "DataLoader's, for example, put zps.init() under `if __name__ == '__main__':`"
 )
 
 
@@ -165,7 +165,9 @@ class Process:
             self._is_joining = True
             try:
                 self._world = join_cluster(config, opened, has_left=has_left)
-            except BaseException as error:  # also Ctrl-C and SIGTERM's SystemExit: a later init() needs the port
+            except (
+                BaseException
+            ) as error:  # also Ctrl-C and SIGTERM's SystemExit: a later init() needs the port
                 self._world = None  # it was there already if the interrupt came last of all
                 opened.close()
                 if isinstance(error, UsageError) and parent_process() is not None:
