@@ -15,7 +15,7 @@ from torch import Tensor
 from training_worker import run_worker
 
 import zenps as zps
-from zenps.worker.backends import engines
+from zenps.worker import bootstrap
 from zenps.worker.backends.peers.schedule import Schedule, make_cycle
 
 LAST_STEPS = 4
@@ -88,7 +88,7 @@ def fix_groups(groups: Groups) -> None:
             return [tuple((rank,) for rank in range(size))]
         return make_cycle(size, group, seed)[:1]
 
-    engines.make_cycle = cycle  # type: ignore[attr-defined]
+    bootstrap.make_cycle = cycle  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

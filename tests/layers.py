@@ -48,7 +48,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "api training",
     ),
     "zenps.worker.training": ("hazards", "gradients", "*"),
-    "zenps.worker.backends": ("*", "peers", "hierarchical auto", "engines"),
+    "zenps.worker.backends": ("*", "peers", "hierarchical auto"),
     "zenps.server": ("reducers", "rounds", "*", "service"),
     "zenps.scheduler": ("observe", "membership", "*", "page", "service"),
     "zenps.cli": ("*", "doctor health launch", "printing", "plan", "commands", "__main__"),

@@ -20,10 +20,16 @@ from zenps.schemes.base import Scheme
 from zenps.schemes.registry import scheme_of
 from zenps.sparsifiers.registry import check_sparsifier
 from zenps.wire.scheduler_link import new_register
+from zenps.wire.scheduler_messages import View
 from zenps.wire.sockets import LINGER_MS
 
-from .backends.base import Session
-from .backends.engines import make_averager, make_backend, served_scheme
+from .backends.auto import AutoBackend
+from .backends.base import Backend, Session
+from .backends.hierarchical.backend import make_hierarchical
+from .backends.peers.averager import GroupAverager
+from .backends.peers.backend import PeerBackend
+from .backends.peers.connection import connect_workers
+from .backends.peers.schedule import make_cycle
 from .backends.servers import ServerBackend
 from .core.interrupts import MASK
 from .core.memory import raise_malloc_threshold
@@ -77,7 +83,7 @@ def join_cluster(config: Config, opened: ExitStack, *, has_left: bool = False) -
     opened.callback(link.leave)  # for errors until there is a lease, which leaves by itself
     worker_metrics.set_rank(membership.view.rank)
 
-    served = served_scheme(scheme)
+    served = scheme.candidates[0] if scheme.candidates else scheme  # for tensors that go over servers
     sharder = Sharder(config, served.wire, membership.view)
     steps = Steps(worker_metrics.steps)
     channel = Channel(membership, served.wire, sharder, steps, worker_metrics, spans)
@@ -86,16 +92,16 @@ def join_cluster(config: Config, opened: ExitStack, *, has_left: bool = False) -
         lease = Lease(membership, link, channel, statistics, spans)
         opened.callback(lease.close, together=False)
     # With two levels on one host, no gradient leaves it.
-    is_local = config.sync.levels > 1 and len({worker.host for worker in membership.view.workers}) == 1
+    is_local = config.sync.levels > 1 and len(_hosts(membership.view)) == 1
     sparsification = None if is_local else make_sparsification(config, membership.view.rank, statistics)
     if sparsification is not None:
         worker_metrics.residual_norm.set_function(sparsification.residual_norm)
     session = Session(config, lease, channel, statistics, worker_metrics, spans, sparsification)
     servers = ServerBackend(session, served, sharder, steps)
     recorder = open_recorder(membership.view.rank, len(membership.view.workers))
-    backend = make_backend(session, scheme, servers)
+    backend = _make_backend(session, scheme, servers)
     opened.callback(backend.close)
-    averager = make_averager(session, servers)
+    averager = _make_averager(session, servers)
     if averager is not None:
         opened.callback(averager.close)
     return ClusterWorld(session, servers, backend, averager, recorder, local_rank, opened)
@@ -113,3 +119,43 @@ def _choose_scheme(config: Config) -> Scheme:
 
 def _local_rank() -> int | None:
     return sources.local_rank_from_environment(os.environ) if "LOCAL_RANK" in os.environ else None
+
+
+def _make_backend(session: Session, scheme: Scheme, servers: ServerBackend) -> Backend:
+    """Constructs the backend that runs ``scheme``. All ranks do so at the same point.
+
+    Raises:
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    match scheme.engine:
+        case "peers":
+            return PeerBackend(session, scheme, servers)
+        case "auto":
+            peers = PeerBackend(session, scheme.candidates[1], servers)
+            try:
+                return AutoBackend(session, scheme.candidates, servers, peers)
+            except BaseException:  # also Ctrl-C during the wait for others
+                peers.close()
+                raise
+        case "servers" | "blocks":
+            is_hierarchical = (
+                session.config.sync.levels > 1 and len(_hosts(session.lease.view)) < session.size
+            )
+            return make_hierarchical(session, servers) if is_hierarchical else servers
+
+
+def _make_averager(session: Session, servers: ServerBackend) -> GroupAverager | None:
+    """Constructs the averager of models within groups of workers; None if models are not averaged.
+
+    Raises:
+        PeerLostError: workers cannot reach one another, or a worker was lost meanwhile.
+    """
+    sync = session.config.sync
+    if sync.consistency != "ds-sync" or session.size == 1:
+        return None
+    cycle = make_cycle(session.size, sync.group, sync.seed)
+    return GroupAverager(session, connect_workers(session, servers, "averager"), cycle)
+
+
+def _hosts(view: View) -> set[str]:
+    return {worker.host for worker in view.workers}

@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
+from multiprocessing import parent_process
 from types import FrameType
 
 from zenps.config.settings import FIELDS, Config
@@ -25,6 +26,10 @@ from .core.pending import FORKED
 from .world import LocalWorld, World
 
 _SIGNALLED = 128
+_SPAWNED = (
+    "this is a child process of multiprocessing, which runs the script again: if it is no worker, but a "
+    "DataLoader's, for example, put zps.init() under `if __name__ == '__main__':`"
+)
 
 
 class Prefix:
@@ -160,9 +165,13 @@ class Process:
             self._is_joining = True
             try:
                 self._world = join_cluster(config, opened, has_left=has_left)
-            except BaseException:  # also Ctrl-C, and the SystemExit of SIGTERM: a later init() needs the port
+            except (
+                BaseException
+            ) as error:  # also Ctrl-C and SIGTERM's SystemExit: a later init() needs the port
                 self._world = None  # it was there already if the interrupt came last of all
                 opened.close()
+                if isinstance(error, UsageError) and parent_process() is not None:
+                    raise UsageError(f"{error}; {_SPAWNED}") from error
                 raise
             finally:
                 self._is_joining = False

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
 from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from zenps.buffers import BufferPool
 from zenps.codecs.values import RUN
 from zenps.config.settings import Config
+from zenps.config.sources import kernel_threads
 from zenps.errors import TensorError, UsageError, ZenPSError
 from zenps.finalizers import release_finalizers
+from zenps.kernels.factory import make_kernels
 from zenps.observe.metrics import WorkerMetrics
 
 from .backends.base import Backend, Session
-from .backends.local import LocalBackend
 from .backends.peers.averager import GroupAverager
 from .backends.servers import ServerBackend
 from .core.interrupts import MASK
+from .core.memory import POOL_BYTES
 from .core.pending import Pending
 from .core.request import NARROW, Request, check_request, describe, wire_name
 from .core.spans import Spans
-from .core.statistics import Statistics, Stats
-from .core.transfer import outside_inference_mode
+from .core.statistics import Progress, Statistics, Stats
+from .core.transfer import SuppliedTransfer, outside_inference_mode
+from .core.waiting import Notifier, Waiting
+from .encode.sparse import coalesced
 from .recorder import Recorder
 from .sparsify.sparsification import Sparsification
 
@@ -137,19 +142,32 @@ class LocalWorld(World):
     sparsification = None
     keeps_residuals = False
     spans = Spans()
-    partition = LocalBackend.partition
+    partition = "none"
     staleness = 0
     averages_models = False
     averager = None
 
     def __init__(self, config: Config) -> None:
         self.statistics = Statistics(WorkerMetrics(CollectorRegistry()))
-        self._backend = LocalBackend(config, self.statistics)
+        self._kernels = make_kernels(BufferPool(POOL_BYTES), config.kernels.backend, kernel_threads(config))
+        self._waiting = Waiting(Notifier(), 0.0, self.statistics, self.spans)
 
     def begin(self, request: Request) -> Pending:
         check_request(request)
         with outside_inference_mode():
-            return _begin(self._backend, request)
+            return _begin(self._reduce, request)
+
+    def _reduce(self, request: Request) -> Pending:
+        """Copies a dense tensor; coalesces a sparse one, on the CPU in order of occurrence."""
+        tensor, name, options = request
+        if not tensor.is_sparse:
+            total = tensor.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            total = coalesced(tensor, self._kernels)
+            if not tensor.is_cpu and tensor.is_coalesced():  # then torch returns the tensor itself
+                total = total.clone()
+        progress = Progress(0, ended=True)
+        return Pending(name, options, SuppliedTransfer(total), progress, self._waiting, counted="nothing")
 
     def residual_name(self, request: Request) -> str | None:
         return None
@@ -238,7 +256,7 @@ class ClusterWorld(World):
         # With MASK, a name that is taken is either pushed or given back.
         with MASK, outside_inference_mode():
             try:
-                return _begin(self._backend, request)
+                return _begin(self._backend.begin, request)
             except ZenPSError:
                 raise
             except RuntimeError as error:  # torch raises it if a device fails, or lacks memory
@@ -281,7 +299,7 @@ class ClusterWorld(World):
         )
 
 
-def _begin(backend: Backend, request: Request) -> Pending:
+def _begin(begin: Callable[[Request], Pending], request: Request) -> Pending:
     """Begins a round. Narrow integers are summed as int64, and the sum is cast back: it wraps as in torch.
 
     Averages of integers and bool are float64, as by torch's ``/``.
@@ -290,13 +308,13 @@ def _begin(backend: Backend, request: Request) -> Pending:
     dtype = tensor.dtype
     is_divided = options.average and not dtype.is_floating_point
     if not options.is_reduction or not (is_divided or dtype in NARROW):
-        return backend.begin(request)
+        return begin(request)
     tensor = tensor.detach()
     if tensor.is_sparse and dtype == torch.bool:
         tensor = tensor.coalesce()  # a logical or of duplicates, because their sum as numbers could exceed 1
     wide = tensor.to(torch.float64 if is_divided else torch.int64)
     options = structs.replace(options, given=options.given or describe(tensor))
-    pending = backend.begin(Request(wide, name, options))
+    pending = begin(Request(wide, name, options))
     if not is_divided:
         pending.convert_result(lambda total: total.to(dtype))
     return pending

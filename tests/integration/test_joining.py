@@ -44,6 +44,8 @@ def test_ranks_are_given_where_nobody_asks_and_a_late_worker_is_refused(tmp_path
         late = cluster.start(join, init=False).result()
         assert late.kind == "UsageError"
         assert "complete with 2 worker(s)" in late.text
+        # As these workers are, a DataLoader's are spawned, too: they run the script again.
+        assert "put zps.init() under `if __name__ == '__main__':`" in late.text
         (tmp_path / "go").touch()
         results = sorted(worker.result() for worker in workers)
         assert results == [(0, 2, 0, 2), (1, 2, 1, 2)]

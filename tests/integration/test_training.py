@@ -476,3 +476,28 @@ def test_training_goes_on_after_a_step_that_was_refused(results: list[dict[str, 
 def test_other_names_are_listed(results: list[dict[str, Any]]) -> None:
     text = results[1]["misuse"]["other names"].text
     assert "bag.weight of rank 0, bag.weight of rank 1" in text
+
+
+def unfreeze_in_a_step_of_its_own() -> Any:
+    model = make_model()
+    model.words.weight.requires_grad_(False)
+    model.never.requires_grad_(False)  # otherwise each step waits for the other rank
+    (optimizer,) = wrap(model, OPTIMIZERS["sgd"](model))
+    for step in range(STEPS):
+        if step == 2 + zps.rank():
+            model.words.weight.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, step, zps.rank()).backward()
+        if isinstance(error := attempt(optimizer.step), Raised):
+            return error
+    return None
+
+
+def test_ranks_that_unfreeze_in_different_steps_are_refused() -> None:
+    """They trained on, a step apart, with weights that differed."""
+    with Cluster(2, 1) as cluster:
+        workers = [cluster.start(unfreeze_in_a_step_of_its_own, rank=rank) for rank in range(RANKS)]
+        first, second = (worker.result() for worker in workers)
+    assert (first.kind, second.kind) == ("MismatchError", "MismatchError")
+    assert "rank(s) 1 have other new parameters than rank 0" in first.text
+    assert "rank 0 has them before its step 2, this one before step 3" in second.text

@@ -235,7 +235,7 @@ def test_the_result_of_a_world_of_one_shares_no_memory_with_what_was_coalesced(d
     """The meta device takes the way of a GPU."""
     given = torch.eye(4).to_sparse(1).to(device)
     assert given.is_coalesced()
-    result = LocalWorld(Config())._backend.begin(Request(given, "rows")).wait()
+    result = LocalWorld(Config())._reduce(Request(given, "rows")).wait()
     assert result.is_coalesced()
     given_memory, memory = (
         {each.untyped_storage()._cdata for each in (tensor._indices(), tensor._values())}

@@ -125,11 +125,8 @@ class ServerBackend(Backend):
     def _transformed(self, request: Request, step: int, transforms: list[Transform]) -> Request:
         """Adds all transforms of a tensor to ``transforms``, and applies them in order."""
         if self._sparsification is not None:
-            transforms += self._sparsification.transforms(request, step)
-        request = transformed(request, transforms)
-        further = self._planner.transforms(request.tensor)
-        transforms += further
-        return transformed(request, further)
+            request = transformed(request, self._sparsification.transforms(request, step), transforms)
+        return transformed(request, self._planner.transforms(request.tensor), transforms)
 
     def close(self) -> None:
         """Does nothing: the lease closes the session's channel."""

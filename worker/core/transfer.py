@@ -273,12 +273,16 @@ def outside_inference_mode() -> AbstractContextManager[object]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def transformed(request: Request, transforms: Sequence[Transform]) -> Request:
-    """Applies transforms to the tensor of a request, in order. Ranks compare the tensor before them."""
-    if transforms and not request.options.given:
+def transformed(request: Request, further: Sequence[Transform], transforms: list[Transform]) -> Request:
+    """Adds ``further`` transforms to a tensor's ``transforms``, then applies these in order.
+
+    Ranks compare the tensor before all of them.
+    """
+    transforms += further
+    if further and not request.options.given:
         options = structs.replace(request.options, given=describe(request.tensor))
         request = request._replace(options=options)
-    for transform in transforms:
+    for transform in further:
         request = request._replace(tensor=transform.apply(request.tensor))
     return request
 
@@ -308,10 +312,21 @@ class OneRound(Transfer):
 
     def report(self, progress: Progress) -> Report:
         encoded = self.encoded
+        rows: RowCounts | None = None
+        by_server: dict[int, int] = {}
+        if encoded.kind == "sparse":
+            layout = encoded.sharding.row_layout
+            by_server = dict.fromkeys(layout.servers, 0)
+            for chunk in encoded.chunks:
+                by_server[chunk.server] += chunk.rows
+            pushed = sum(by_server.values())
+            rows = RowCounts(self.rows_given, pushed, progress.pulled_rows, layout.rows_total)
         return Report(
             pushed_bytes=self.pushed_bytes,
             pulled_bytes=progress.pulled_bytes,
             dense_bytes=dense_bytes(encoded.shape.numel(), encoded.dtype.itemsize),
+            rows=rows,
+            rows_by_server=by_server,
         )
 
 
@@ -345,20 +360,3 @@ class SuppliedTransfer(Transfer):
 def dense_bytes(elements: int, item_bytes: int) -> int:
     """Returns the bytes that pushing and pulling a tensor whole would move."""
     return 2 * elements * item_bytes
-
-
-def sparse_report(transfer: OneRound, progress: Progress) -> Report:
-    """Returns the report of a sparse tensor, which also counts rows."""
-    encoded = transfer.encoded
-    layout = encoded.sharding.row_layout
-    by_server = dict.fromkeys(layout.servers, 0)
-    for chunk in encoded.chunks:
-        by_server[chunk.server] += chunk.rows
-    pushed = sum(by_server.values())
-    return Report(
-        pushed_bytes=transfer.pushed_bytes,
-        pulled_bytes=progress.pulled_bytes,
-        dense_bytes=dense_bytes(encoded.shape.numel(), encoded.dtype.itemsize),
-        rows=RowCounts(transfer.rows_given, pushed, progress.pulled_rows, layout.rows_total),
-        rows_by_server=by_server,
-    )

@@ -19,36 +19,6 @@ Ready = Callable[[], bool]
 itself."""
 
 
-class Sleepers:
-    """Threads that sleep until another thread has news. Every method may be called from any thread.
-
-    No lock is held while the mask is lifted. :class:`threading.Condition` gives its lock back and takes it
-    again in Python, so what the script's handler raises in between would meet a caller without the lock.
-    """
-
-    def __init__(self) -> None:
-        self.alarms: set[SimpleQueue[None]] = set()
-        """Empty while no thread sleeps: then a call of :meth:`wake` may be left out."""
-
-    def sleep(self, ready: Ready, until: float) -> None:
-        """Returns once ``ready()``, asked after each :meth:`wake`, or at the monotonic time ``until``."""
-        alarm: SimpleQueue[None] = SimpleQueue()
-        self.alarms.add(alarm)  # before ready() is asked: a wake between the two is not missed
-        try:
-            with MASK.lifted:
-                while not ready() and (seconds := until - time.monotonic()) > 0:
-                    with contextlib.suppress(Empty):
-                        alarm.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        finally:
-            self.alarms.discard(alarm)
-
-    def wake(self) -> None:
-        """Makes all sleepers ask ``ready()`` again."""
-        for alarm in tuple(self.alarms):
-            if alarm.empty():  # otherwise its thread has not called ready() yet
-                alarm.put(None)
-
-
 class Waiter(ABC):
     """A way in which a thread waits for results that other threads or nodes produce."""
 
@@ -62,20 +32,37 @@ class Waiter(ABC):
 
 
 class Notifier(Waiter):
-    """Waits for results that another thread of this worker produces; it calls :meth:`notify` after each."""
+    """Waits for what another thread of this worker produces; it calls :meth:`notify` after each result. Every
+    method may be called from any thread.
+
+    No lock is held while the mask is lifted. :class:`threading.Condition` gives its lock back and takes it
+    again in Python, so what the script's handler raises in between would meet a caller without the lock.
+    """
 
     def __init__(self) -> None:
-        self._sleepers = Sleepers()
+        self.alarms: set[SimpleQueue[None]] = set()
+        """Empty while no thread waits: then a call of :meth:`notify` may be left out."""
 
     def wait(self, ready: Ready, until: float) -> None:
-        self._sleepers.sleep(ready, until)
+        """Returns once ``ready()``, asked after each :meth:`notify`, or at the monotonic time ``until``."""
+        alarm: SimpleQueue[None] = SimpleQueue()
+        self.alarms.add(alarm)  # before ready() is asked: a notification between the two is not missed
+        try:
+            with MASK.lifted:
+                while not ready() and (seconds := until - time.monotonic()) > 0:
+                    with contextlib.suppress(Empty):
+                        alarm.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        finally:
+            self.alarms.discard(alarm)
 
     def poll(self, ready: Ready) -> None:
         """Does nothing: the other thread needs no help."""
 
     def notify(self) -> None:
-        """Wakes all waiting threads."""
-        self._sleepers.wake()
+        """Makes all waiting threads ask ``ready()`` again."""
+        for alarm in tuple(self.alarms):
+            if alarm.empty():  # otherwise its thread has not called ready() yet
+                alarm.put(None)
 
 
 class Waiting(NamedTuple):

@@ -36,7 +36,6 @@ from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
 
 from ..core.request import table_shape
-from ..core.statistics import Progress, Report
 from ..core.transfer import (
     Answer,
     ChunkRange,
@@ -44,7 +43,6 @@ from ..core.transfer import (
     EncodedTensor,
     OneRound,
     Sharding,
-    sparse_report,
 )
 from .accelerator import Accelerator, Event
 from .quantizer import ValueCoder
@@ -217,9 +215,6 @@ class StagedSparse(Staged, OneRound):
         chunk = where.server, where.chunk, where.span
         rows, codec = run.end - run.begin, run.codec.name
         return EncodedChunk(*chunk, rows, codec, frames, run.fragment, run.fragments)
-
-    def report(self, progress: Progress) -> Report:
-        return sparse_report(self, progress)
 
     # ── pull ────────────────────────────────────────────────────────────────────────────────────
 

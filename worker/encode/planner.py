@@ -45,6 +45,7 @@ class Planner:
     def __init__(self, config: Config, scheme: Scheme, sharder: Sharder) -> None:
         self._config = config
         self._wire = scheme.wire
+        self._is_elastic = config.cluster.is_elastic
         self._in_blocks = scheme.engine == "blocks"
         self._codec = scheme.wire.push_codec or config.sync.codec
         self._sharder = sharder
@@ -76,8 +77,7 @@ class Planner:
 
     def transforms(self, tensor: Tensor) -> list[Transform]:
         """Returns the transforms that the scheme applies to ``tensor`` before it is encoded."""
-        is_elastic = self._config.cluster.is_elastic
-        return wire_transforms(self._wire.keys, tensor, self._kernels, is_elastic=is_elastic)
+        return wire_transforms(self._wire.keys, tensor, self._kernels, is_elastic=self._is_elastic)
 
     def quantizes(self, request: Request) -> bool:
         """Returns whether the tensor's values are quantized: those of float32 gradients, over servers."""
@@ -151,9 +151,11 @@ class Planner:
         The residual of a sparse tensor on a GPU, which is as large as the whole table, is on the host.
         """
         tensor, name, options = request
-        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
-        if codec is None or options.residuals is None or not self.quantizes(request):
+        if not self.quantizes(request):
             return UNCHANGED[tensor.dtype]
+        codec = value_codec(self._config.sync.values, columns, is_dense=not tensor.is_sparse)
+        assert codec is not None
+        assert options.residuals is not None
         device = torch.device("cpu") if tensor.is_sparse else tensor.device
         empty = self._pool.empty if device.type == "cpu" else partial(empty_on, device)
         residual = None

@@ -19,7 +19,6 @@ from zenps.wire.messages import Result
 from zenps.wire.tensors import cut_fragments, tensor_bytes
 
 from ..core.request import table_shape
-from ..core.statistics import Progress, Report
 from ..core.transfer import (
     Answer,
     ChunkRange,
@@ -27,7 +26,6 @@ from ..core.transfer import (
     EncodedTensor,
     OneRound,
     Sharding,
-    sparse_report,
 )
 from .quantizer import ValueCoder
 
@@ -147,15 +145,15 @@ def encode_rows(
     ends = np.searchsorted(positions, [each.stop for each in ranges.values()]).tolist()
     chunks, begin = [], 0
     for each, end in zip(ranges.values(), ends, strict=True):
-        cuts = fragments_of(begin, end, sharding)
+        cuts, span = fragments_of(begin, end, sharding), each.span
         for fragment, (first, stop) in enumerate(cuts):
             inside = positions[first:stop] - each.start
-            chosen = choose(codec, stop - first, each.span, row_bytes, inside)
+            chosen = choose(codec, stop - first, span, row_bytes, inside)
             if not row_bytes and chosen.name == "dense":
                 chosen = CODECS["coo"]
-            encoded = chosen.encode(inside, each.span)
+            encoded = chosen.encode(inside, span)
             frames = (encoded.data, values[first * row_bytes : stop * row_bytes])
-            where = each.server, each.chunk, each.span
+            where = each.server, each.chunk, span
             chunks.append(EncodedChunk(*where, stop - first, chosen.name, frames, fragment, len(cuts)))
         begin = end
     return chunks
@@ -244,6 +242,3 @@ class SparseTransfer(OneRound):
         rows, values = self._kernels.scatter(self._pulled)
         self._pulled.clear()
         return as_sparse(rows, values, self.encoded.shape, self._sparse_dim)
-
-    def report(self, progress: Progress) -> Report:
-        return sparse_report(self, progress)

@@ -165,7 +165,7 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
         work = dist.all_reduce(gradient, group=state.dense_group, async_op=True)
         averaged: Future[Tensor] = work.get_future().then(lambda reduced: reduced.value()[0])
         return averaged
-    if not state._prefix.is_taken:  # another job has begun, and other ranks may have missed the end of the last
+    if not state._prefix.is_taken:  # in another job; a rank may have missed the end of the last one
         state._pushed.clear()
     name = f"{state._prefix}/{'sparse' if gradient.is_sparse else 'dense'}/{state._content(bucket)}"
     # DDP may never use the first layout again: its residuals would be lost, and take memory. So a layout is

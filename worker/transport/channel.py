@@ -84,8 +84,8 @@ class Channel(Waiter):
         self._metrics, self._spans = metrics, spans
         self._rounds = WorkerRounds(cluster.deadline_or_infinity_seconds)
         self._decoder: Decoder[FromServer] = Decoder(cluster.job, FromServer)
-        self._pending: dict[int, tuple[Round, Pending]] = {}
-        """The rounds in flight, with the result that waits for each, by the round's id."""
+        self._pending: dict[Round, Pending] = {}
+        """The rounds in flight, with the result that waits for each."""
         self._ticks = commands.Ticks()
         self.oldest: tuple[str, Progress] | None = None
         """The tensor that was in flight for longest at the last tick."""
@@ -209,8 +209,6 @@ class Channel(Waiter):
                     command.set_result(None)
                 case ZenPSError():
                     self._lose(command)
-                case commands.Tick(now):
-                    self._on_tick(now)
                 case commands.Close():
                     self._close_sockets()
         except Exception as error:  # noqa: BLE001
@@ -220,7 +218,7 @@ class Channel(Waiter):
         """Fails all rounds, including one that has ended but whose result was not delivered yet."""
         self._servers.close_arena()  # rounds drop their pushes, which servers may read later for other ranks
         self._execute(self._rounds.on_lost(error))
-        for _, pending in list(self._pending.values()):
+        for pending in list(self._pending.values()):
             self._fail(pending, error)
 
     def _poll_until(self, ready: Ready, until: float) -> bool:
@@ -232,7 +230,7 @@ class Channel(Waiter):
             if ready() or self._closed or now >= until:
                 return True
             if self._ticks.is_due(now):
-                self._run(commands.Tick(now))
+                self._on_tick(now)
                 continue
             events = self._poller.poll(int(1000 * (min(until, self._ticks.next) - now)) + 1)
             if MASK.is_held:  # not lifted meanwhile: that would cost more than the poll
@@ -253,11 +251,14 @@ class Channel(Waiter):
                 self._lose(commands.event_error(error))
 
     def _on_tick(self, now: float) -> None:
-        self._execute(self._rounds.on_tick(now, self._servers.behind()))
-        if self._rounds.in_flight and (error := self._servers.connectivity.check(now)):
-            self._lose(error)
+        try:
+            self._execute(self._rounds.on_tick(now, self._servers.behind()))
+            if self._rounds.in_flight and (error := self._servers.connectivity.check(now)):
+                self._lose(error)
+        except Exception as error:  # noqa: BLE001
+            self._lose(commands.event_error(error))
         oldest = next(iter(self._pending.values()), None)
-        self.oldest = None if oldest is None else (oldest[1].name, oldest[1].progress)
+        self.oldest = None if oldest is None else (oldest.name, oldest.progress)
 
     def _follow(self, view: View) -> None:
         """Applies a view to sharder, sockets and rounds at once: a round must not be sharded for a ring whose
@@ -298,12 +299,11 @@ class Channel(Waiter):
         self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
 
     def _begin(self, round_: Round, pending: Pending) -> None:
-        self._pending[id(round_)] = round_, pending
+        self._pending[round_] = pending
         self._execute(self._rounds.submit(round_, time.monotonic()))
 
     def _deliver(self, action: Deliver) -> None:
-        key = id(action.round)
-        _, pending = self._pending.pop(key) if action.last else self._pending[key]
+        pending = self._pending.pop(action.round) if action.last else self._pending[action.round]
         answer = Answer(action.server, action.result, action.frames, action.others)
         if self._spans.trace.is_on:
             self._spans.trace.since(action.round.pushed_ns, "pull", tensor=pending.name, **answer.details())
@@ -324,9 +324,9 @@ class Channel(Waiter):
     def _fail(self, pending: Pending, error: ZenPSError) -> None:
         """Fails a tensor, with all rounds that it has in flight."""
         pending.fail(error)
-        for key, (round_, its_pending) in list(self._pending.items()):
+        for round_, its_pending in list(self._pending.items()):
             if its_pending is pending:
-                del self._pending[key]
+                del self._pending[round_]
                 self._execute(self._rounds.give_up(round_))
         for suffix in pending.transfer.unbegun:
             self._execute(self._rounds.give_up_ahead(pending.name + suffix, pending.progress.step))
@@ -336,11 +336,11 @@ class Channel(Waiter):
         assert isinstance(round_.encoded, EncodedTensor)
         encoded = self._share(self._sharder.reshard(round_.tensor, round_.encoded), round_.options)
         outgoing = self._writer.write(round_.tensor, round_.step, encoded, round_.options, again=round_.again)
-        awaited = self._pending.get(id(round_))
+        awaited = self._pending.get(round_)
         if awaited is not None:  # else the round has ended here and is pushed again for other ranks
-            awaited[1].restart(encoded)
+            awaited.restart(encoded)
             round_.pushed_ns = now_ns()
-        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited else "wanted").inc()
+        self._metrics.repeated_rounds.labels(cause="unanswered" if awaited is not None else "wanted").inc()
         ring_epoch = encoded.sharding.ring_epoch
         self._execute(self._rounds.on_resharded(round_, ring_epoch, encoded, outgoing, time.monotonic()))
 
@@ -350,8 +350,8 @@ class Channel(Waiter):
                 case SendPush(outgoing=out, resumes=resumed):
                     if resumed is not None:
                         self._metrics.refused_pushes.inc()
-                        if id(resumed) in self._pending:
-                            self._pending[id(resumed)][1].restart_timeout()
+                        if (pending := self._pending.get(resumed)) is not None:
+                            pending.restart_timeout()
                     try:
                         self._sender.send(out)
                     except zmq.Again:
@@ -364,8 +364,8 @@ class Channel(Waiter):
                 case Reshard(round=round_):
                     self._reshard(round_)
                 # If it is not pending, another round of the tensor has failed before.
-                case Fail(round=round_, error=error) if id(round_) in self._pending:
-                    self._fail(self._pending[id(round_)][1], error)
+                case Fail(round=round_, error=error) if (pending := self._pending.get(round_)) is not None:
+                    self._fail(pending, error)
 
     def _poll_for_queue(self) -> None:
         """Polls while pushes wait in the send queue: all other threads may be computing."""

@@ -69,17 +69,11 @@ class Ticks:
         return not self._was_skipped
 
 
-class Tick(NamedTuple):
-    """Lets the rounds see that time passes: deadlines, repetitions."""
-
-    now: float
-
-
 class Close:
     """Closes the sockets. No other command follows."""
 
 
-Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | ZenPSError | Tick | Close
+Command = Submit | GiveUpAhead | View | Watermark | Departed | Future[None] | ZenPSError | Close
 """A view is applied: rounds are resharded if the ring has changed. A future is completed after all that came
 before it. An error fails all rounds, also those that are submitted later."""
 

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-from ..core.waiting import Ready, Sleepers
+from ..core.waiting import Notifier, Ready
 
 Command = TypeVar("Command")
 
@@ -37,7 +37,7 @@ class CombiningLock(Generic[Command]):
         self._waker.setblocking(False)
         self._guard = threading.RLock()
         """Guards the fields below. Reentrant, because a signal handler may run on a thread that holds it."""
-        self._sleepers = Sleepers()
+        self._sleepers = Notifier()
         """They are woken when a result is there or the lock is free."""
         self.is_taken = False
         self.commands: deque[Command] = deque()
@@ -58,20 +58,20 @@ class CombiningLock(Generic[Command]):
             if not self.is_taken:
                 self.is_taken = True
                 return True
-        self._sleepers.sleep(lambda: ready() or not self.is_taken, until)
+        self._sleepers.wait(lambda: ready() or not self.is_taken, until)
         return False
 
     def notify(self) -> None:
         """Wakes all sleepers; each checks whether it is ready."""
         if self._sleepers.alarms:
-            self._sleepers.wake()
+            self._sleepers.notify()
 
     def wake_all(self) -> None:
         """Wakes all sleepers, and the owner if it polls, without taking the lock."""
         with self._guard:
             if self.is_taken:
                 self._wake_owner()
-        self._sleepers.wake()
+        self._sleepers.notify()
 
     def _wake_owner(self) -> None:
         # A full socket already holds wake-ups; if it is closed, its owner is about to release the lock.
@@ -87,7 +87,7 @@ class CombiningLock(Generic[Command]):
                 return False
             self.is_taken = False
         if self._sleepers.alarms:
-            self._sleepers.wake()
+            self._sleepers.notify()
         return True
 
     def on_wake(self) -> None:

@@ -9,7 +9,6 @@ import torch
 from msgspec import structs
 
 from zenps.errors import PeerLostError, UsageError, listing
-from zenps.wire.scheduler_messages import View
 from zenps.wire.shared_memory.arena import CAPACITY_BYTES, Arena, check_address_space
 
 from ...core.memory import POOL_BYTES
@@ -166,8 +165,3 @@ def _open_arena(mappings: int) -> Arena | None:
         )
         return None
     return arena
-
-
-def has_shared_hosts(view: View) -> bool:
-    """Returns whether any host has more than one worker."""
-    return len({worker.host for worker in view.workers}) < len(view.workers)

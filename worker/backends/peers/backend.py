@@ -84,13 +84,11 @@ class PeerBackend(Backend):
     def _transformed(self, request: Request, step: int, transforms: list[Transform]) -> Request:
         """Adds all transforms of a tensor to ``transforms``, and applies them in order."""
         if self._sparsification is not None:
-            transforms += self._sparsification.transforms(request, step)
-        if not transforms and not request.tensor.is_cpu:
-            transforms += [ToHost(request.tensor.device)]
-        request = transformed(request, transforms)
+            request = transformed(request, self._sparsification.transforms(request, step), transforms)
+        if not request.tensor.is_cpu:
+            request = transformed(request, [ToHost(request.tensor.device)], transforms)
         further = wire_transforms(self._scheme.wire.keys, request.tensor, self._kernels)
-        transforms += further
-        return transformed(request, further)
+        return transformed(request, further, transforms)
 
     def _transfer(self, request: Request, transforms: Sequence[Transform]) -> PeerTransfer:
         tensor, average = request.tensor, request.options.average

@@ -60,13 +60,13 @@ class ParameterAgreement:
         """A round about kinds whose wait Ctrl-C has interrupted. Other ranks have begun this one, and no
         other, so it is waited for again."""
 
-    def add(self, parameters: dict[str, Parameter]) -> None:
-        """Adds parameters by name, after all others. All ranks add the same at the same point.
+    def add(self, parameters: dict[str, Parameter], step: int) -> None:
+        """Adds parameters by name, after all others. All ranks add the same before the same ``step``.
 
         Raises:
-            MismatchError: the ranks' parameters differ.
+            MismatchError: the ranks' parameters differ, or their steps.
         """
-        names = self._agree_on_names(parameters, "new parameters")
+        names = self._agree_on_names(parameters, step)
         self._own = self._own | parameters
         self._set_order([*self.names.values(), *names])
         self._unknown += [parameters[name] for name in names]
@@ -204,19 +204,24 @@ class ParameterAgreement:
         self.names = {self._own[name]: name for name in names}
         self.priorities = {parameter: -index for index, parameter in enumerate(self.names)}
 
-    def _agree_on_names(self, own: dict[str, Parameter], what: str = "names") -> list[str]:
+    def _agree_on_names(self, own: dict[str, Parameter], step: int | None = None) -> list[str]:
         world = PROCESS.world
         # In an elastic job, ranks may know of different workers.
         roots = allgather_int(1, f"{self._prefix}:roots") if world.is_elastic else sorted(world.ranks)
-        return from_first_present(roots, lambda root: self._compare_names(own, root, what))
+        return from_first_present(roots, lambda root: self._compare_names(own, step, root))
 
-    def _compare_names(self, own: dict[str, Parameter], root: int, what: str) -> list[str]:
-        names: list[str] = broadcast_object(list(own), root, name=f"{self._prefix}/{what}")
+    def _compare_names(self, own: dict[str, Parameter], step: int | None, root: int) -> list[str]:
+        what = "parameters" if step is None else "new parameters"
+        names: list[str]
+        names, its_step = broadcast_object([list(own), step], root, name=f"{self._prefix}/{what}")
         differing = set(names) ^ own.keys()
-        if others := allgather_int(len(differing), f"{self._prefix}:differing"):
-            here = f"; rank {root} and this one differ in {listing(sorted(differing))}" if differing else ""
-            ranks = f"rank(s) {listing(others)} have other parameters than rank {root}{here}"
-            raise MismatchError(f"{ranks}; {_ADVICE}")
+        if others := allgather_int(bool(differing) or step != its_step, f"{self._prefix}:differing"):
+            found = f"rank(s) {listing(others)} have other {what} than rank {root}"
+            if differing:
+                found += f"; rank {root} and this one differ in {listing(sorted(differing))}"
+            if step != its_step:
+                found += f"; rank {root} has them before its step {its_step}, this one before step {step}"
+            raise MismatchError(f"{found}; {_ADVICE}")
         return names
 
 

@@ -134,9 +134,7 @@ def laid_out_as(parameter: Parameter, gradient: Tensor) -> Tensor:
 
 
 def clip_factor(buckets: Iterable[Bucket], most_norm: float) -> float:
-    """Returns the factor, at most 1, that limits the norm of all gradients to ``most_norm``; 0: no limit."""
-    if not most_norm:
-        return 1.0
+    """Returns the factor, at most 1, that limits the norm of all gradients to ``most_norm``."""
     gradients = [each.grad for bucket in buckets for each in bucket.parameters if each.grad is not None]
     # A table that was tied to a dense layer at first may have a sparse one.
     values = [each.coalesce()._values() if each.is_sparse else each for each in gradients]

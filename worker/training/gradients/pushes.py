@@ -103,7 +103,7 @@ class GradientPushes:
             if parameter not in self.averages.handles:
                 self.push_sparse(parameter)
         rest = [bucket for bucket in self._agreement.buckets if bucket not in self.averages.handles]
-        scale = clip_factor(rest, clip_norm())
+        scale = clip_factor(rest, norm) if (norm := clip_norm()) else 1.0
         for bucket in rest:
             self.push_bucket(bucket, scale)
 
@@ -210,7 +210,7 @@ class GradientPushes:
 
     def _begin(self, owner: Parameter | Bucket, request: Request) -> None:
         world = PROCESS.world
-        if world.residual_name(request) is not None:
+        if world.keeps_residuals and world.residual_name(request) is not None:
             self.averages.partial.add(owner)
         with MASK:  # what is pushed is known: the next call does not push it again
             self.averages.handles[owner] = world.begin(request)

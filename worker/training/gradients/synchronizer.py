@@ -144,7 +144,7 @@ class GradientSynchronizer(Consistency):
         Raises:
             UsageError: a gradient was changed since backward computed it, the module of a new parameter would
                 train wrongly: :func:`check_modules`, or the optimizer is wrapped for other settings.
-            MismatchError: ranks have different new parameters.
+            MismatchError: ranks have different new parameters, or in different steps.
         """
         super().synchronize()
         if not PROCESS.world.is_distributed:
@@ -172,7 +172,7 @@ class GradientSynchronizer(Consistency):
             check_modules(new.values())
         except UsageError as error:
             raise self._refuse(str(error)) from None
-        self._agreement.add(new)
+        self._agreement.add(new, self.step)
         self._watch(new.values())
         self._passes.uncounted.update(new.values())
 
