@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Sequence
 from configparser import ConfigParser
@@ -71,6 +72,28 @@ def test_every_image_begins_with_claim_and_has_the_scripts() -> None:
     assert "COPY docker/claim docker/probe /usr/local/bin/" in dockerfile
     allowed = (ROOT / ".dockerignore").read_text("utf-8").split()
     assert {"!docker/claim", "!docker/probe"} <= set(allowed)
+
+
+def test_the_image_s_user_may_run_what_a_checkout_has_closed_to_others(tmp_path: Path) -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text("utf-8")
+    _, copied, rest = dockerfile.partition("COPY examples /opt/zenps/examples\n")
+    before_user, user, _ = rest.partition("\nUSER 10001:10001\n")
+    assert copied
+    assert user
+    programs, examples = tmp_path / "usr/local/bin", tmp_path / "opt/zenps/examples"
+    shutil.copytree(ROOT / "examples", examples)
+    programs.mkdir(parents=True)
+    for name in ("claim", "probe"):
+        shutil.copy(DOCKER / name, programs)
+    made = [*programs.iterdir(), examples, *examples.rglob("*")]
+    for path in made:
+        path.chmod(path.stat().st_mode & ~0o077)
+    for command in re.findall(r"^RUN (chmod .*)$", before_user, re.MULTILINE):
+        here = re.sub("(/usr/local/bin|/opt/zenps)/", rf"{tmp_path}\1/", command)
+        subprocess.run(["sh", "-ec", here], check=True, timeout=DEADLINE_SECONDS)
+    for path in made:
+        needed = 0o005 if path.is_dir() or path.parent == programs else 0o004
+        assert path.stat().st_mode & needed == needed, path
 
 
 def test_what_images_install_is_pinned() -> None:
