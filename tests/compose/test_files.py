@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from configparser import ConfigParser
 from pathlib import Path
@@ -102,12 +103,25 @@ def test_what_images_install_is_pinned() -> None:
     declared = ConfigParser()
     declared.read(ROOT / "setup.cfg")
     wanted = declared["options"]["install_requires"] + declared["options.extras_require"]["cuda"]
+    builders = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"]["requires"]
     names = {
-        re.split(r"[<>=\[ ]", line)[0].lower() for line in wanted.splitlines() if line and line[0] != "#"
+        re.split(r"[<>=\[ ]", line)[0].lower()
+        for line in [*wanted.splitlines(), *builders]
+        if line and line[0] != "#"
     }
     assert names <= pinned
     # What torch with CUDA asks for is in nobody's environment here: its metadata is that of another build.
     assert {"triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= pinned
+
+
+def test_images_are_built_by_the_pinned_setuptools() -> None:
+    """Where pip builds, ``-c`` does not apply, but one of two variables does, by pip's version."""
+    stages = re.split(r"^FROM ", (DOCKER / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE)
+    (build,) = (stage for stage in stages if stage.startswith("${BASE_IMAGE} AS build\n"))
+    assert "\nWORKDIR /src\nCOPY constraints.txt ./\n" in build
+    for variable in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"):
+        assert re.search(rf"^ENV .*\b{variable}=/src/constraints\.txt\b", build, re.MULTILINE)
+    assert all(stage.startswith("build AS ") for stage in stages if "python3 -m pip" in stage)
 
 
 def default_base_image() -> str:
