@@ -232,6 +232,40 @@ def test_each_container_has_a_key_and_a_gpu_of_its_own(replicas: list[Container]
             popen.communicate(timeout=DEADLINE_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "with GPUs? It says: NVIDIA-SMI has failed\n"),
+        ("echo 'nvidia-smi: not found' >&2; exit 127", "with GPUs? It says: nvidia-smi: not found\n"),
+        ("echo 'No devices found.'", "with GPUs? It says: No devices found.\n"),
+        (
+            "echo 'GPU 0: NVIDIA A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb     Device  0: (UUID: MIG-2)'",
+            "expected whole GPUs, but MIG divides some",
+        ),
+    ],
+    ids=["no driver", "no nvidia-smi", "no GPU", "MIG"],
+)
+def test_no_gpu_is_claimed_where_none_is_listed(tmp_path: Path, script: str, expected: str) -> None:
+    container = Container(tmp_path / "a", CLAIM_GPU=str(tmp_path))
+    container.has("nvidia-smi", script)
+    code, text = container.run(str(DOCKER / "claim"), "true")
+    assert (code, expected in text) == (2, True), text
+    assert not [*tmp_path.glob("*.lock")]
+
+
+def test_only_lines_of_gpus_are_counted(replicas: list[Container]) -> None:
+    for container in replicas:
+        container.has("nvidia-smi", "echo 'WARNING: infoROM is corrupted'; echo 'GPU 0: NVIDIA H100'")
+    popen, taken = claim(replicas[0])
+    try:
+        assert taken[1] == "gpu 0"
+        code, text = replicas[1].run(str(DOCKER / "claim"), "true")
+        assert (code, "expected a free GPU, but all 1 are taken" in text) == (2, True)
+    finally:
+        popen.kill()
+        popen.communicate(timeout=DEADLINE_SECONDS)
+
+
 def test_the_lowest_ranks_are_taken_first(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.mkdir()
