@@ -19,6 +19,7 @@ import yaml
 from tests.server.memory_limit import most_server_bytes
 from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sources import load
+from zenps.keys import generate
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -282,6 +283,32 @@ def test_a_container_that_asks_for_nothing_only_runs_its_command(tmp_path: Path)
     container = Container(tmp_path / "a")
     shown = "echo ${CUDA_VISIBLE_DEVICES-none} $*; exit 7"
     assert container.run(str(DOCKER / "claim"), "sh", "-c", shown, "sh", "x y") == (7, "none x y\n")
+
+
+def test_keygen_replaces_lists_and_writes_locked_secrets_in_place(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    roles = ("scheduler", "server", "worker")
+    for role in roles:
+        (keys / role).mkdir(parents=True)
+    generate(keys / "all", workers=2, servers=2)
+    container = Container(tmp_path / "a")
+    container.has("zenps", "true")
+    shell, option, script = cluster("compose.secure.yaml")["keygen"]["command"]
+    command = (shell, option, script.replace("$$", "$").replace("/keys/", f"{keys}/"))
+
+    def inodes() -> dict[str, int]:
+        assert container.run(*command) == (0, "")
+        files = [path for role in roles for path in (keys / role).iterdir()]
+        return {str(path.relative_to(keys)): path.stat().st_ino for path in files}
+
+    before, after = inodes(), inodes()
+    assert before.keys() == {
+        *(f"{role}/keys.toml" for role in roles),
+        *("scheduler/scheduler.secret", "scheduler/operator.secret"),
+        *(f"{role}/{role}-{rank}.secret" for role in ("server", "worker") for rank in range(2)),
+    }
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {f"{role}/keys.toml" for role in roles}
 
 
 # ── probe ───────────────────────────────────────────────────────────────────────────────────────
