@@ -163,11 +163,21 @@ def load_any_keys(security: SecurityConfig) -> Keys | None:
 
 
 def read_owners(file: Path) -> dict[bytes, str]:
-    """Reads the list that ``zenps keygen`` wrote: node name by public key.
+    """Reads a whole list that ``zenps keygen`` wrote: node name by public key.
 
     Raises:
-        ConfigError: it cannot be read, others can write to it, or it is malformed.
+        ConfigError: it cannot be read, others can write to it, it is malformed, or it lacks the scheduler.
     """
+    owners = _read_listed(file)
+    if "scheduler" not in owners.values():
+        # As while a copy replaces the file in place: it would revoke all keys.
+        allowed = "a whole list, with a key of the scheduler: to replace a list, write another file and mv it"
+        raise ConfigError("security.keys", str(file), allowed)
+    return owners
+
+
+def _read_listed(file: Path) -> dict[bytes, str]:
+    """As :func:`read_owners`, but the scheduler may lack, as while its key is rotated."""
     owners: dict[bytes, str] = {}
     for name, text in _read_toml(file, "security.keys", _WRITABLE_BY_OTHERS, "chmod go-w").items():
         if not _NODE_NAME.fullmatch(name) or int(name.partition("-")[2] or 0) > _MAX_RANK:
@@ -252,7 +262,7 @@ def generate(directory: Path, workers: int, servers: int) -> list[str]:
     made: list[Path] = []
     try:
         _make_private(directory)
-        listed = set(read_owners(file).values()) if file.exists() else set()
+        listed = set(_read_listed(file).values()) if file.exists() else set()
         names = ["scheduler", "operator"]
         names += [
             node_name(role, rank)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import subprocess
+import tomllib
 from collections.abc import Sequence
 from configparser import ConfigParser
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from tests.server.memory_limit import most_server_bytes
 from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sources import load
+from zenps.keys import generate
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
@@ -73,18 +76,53 @@ def test_every_image_begins_with_claim_and_has_the_scripts() -> None:
     assert {"!docker/claim", "!docker/probe"} <= set(allowed)
 
 
+def test_the_image_s_user_may_run_what_a_checkout_has_closed_to_others(tmp_path: Path) -> None:
+    dockerfile = (DOCKER / "Dockerfile").read_text("utf-8")
+    _, copied, rest = dockerfile.partition("COPY examples /opt/zenps/examples\n")
+    before_user, user, _ = rest.partition("\nUSER 10001:10001\n")
+    assert copied
+    assert user
+    programs, examples = tmp_path / "usr/local/bin", tmp_path / "opt/zenps/examples"
+    shutil.copytree(ROOT / "examples", examples)
+    programs.mkdir(parents=True)
+    for name in ("claim", "probe"):
+        shutil.copy(DOCKER / name, programs)
+    made = [*programs.iterdir(), examples, *examples.rglob("*")]
+    for path in made:
+        path.chmod(path.stat().st_mode & ~0o077)
+    for command in re.findall(r"^RUN (chmod .*)$", before_user, re.MULTILINE):
+        here = re.sub("(/usr/local/bin|/opt/zenps)/", rf"{tmp_path}\1/", command)
+        subprocess.run(["sh", "-ec", here], check=True, timeout=DEADLINE_SECONDS)
+    for path in made:
+        needed = 0o005 if path.is_dir() or path.parent == programs else 0o004
+        assert path.stat().st_mode & needed == needed, path
+
+
 def test_what_images_install_is_pinned() -> None:
     lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     pinned = {line.partition("==")[0].replace("_", "-").lower() for line in lines if "==" in line}
     declared = ConfigParser()
     declared.read(ROOT / "setup.cfg")
     wanted = declared["options"]["install_requires"] + declared["options.extras_require"]["cuda"]
+    builders = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["build-system"]["requires"]
     names = {
-        re.split(r"[<>=\[ ]", line)[0].lower() for line in wanted.splitlines() if line and line[0] != "#"
+        re.split(r"[<>=\[ ]", line)[0].lower()
+        for line in [*wanted.splitlines(), *builders]
+        if line and line[0] != "#"
     }
     assert names <= pinned
     # What torch with CUDA asks for is in nobody's environment here: its metadata is that of another build.
     assert {"triton", "cuda-toolkit", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= pinned
+
+
+def test_images_are_built_by_the_pinned_setuptools() -> None:
+    """Where pip builds, ``-c`` does not apply, but one of two variables does, by pip's version."""
+    stages = re.split(r"^FROM ", (DOCKER / "Dockerfile").read_text("utf-8"), flags=re.MULTILINE)
+    (build,) = (stage for stage in stages if stage.startswith("${BASE_IMAGE} AS build\n"))
+    assert "\nWORKDIR /src\nCOPY constraints.txt ./\n" in build
+    for variable in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"):
+        assert re.search(rf"^ENV .*\b{variable}=/src/constraints\.txt\b", build, re.MULTILINE)
+    assert all(stage.startswith("build AS ") for stage in stages if "python3 -m pip" in stage)
 
 
 def default_base_image() -> str:
@@ -195,6 +233,40 @@ def test_each_container_has_a_key_and_a_gpu_of_its_own(replicas: list[Container]
             popen.communicate(timeout=DEADLINE_SECONDS)
 
 
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "with GPUs? It says: NVIDIA-SMI has failed\n"),
+        ("echo 'nvidia-smi: not found' >&2; exit 127", "with GPUs? It says: nvidia-smi: not found\n"),
+        ("echo 'No devices found.'", "with GPUs? It says: No devices found.\n"),
+        (
+            "echo 'GPU 0: NVIDIA A100 (UUID: GPU-1)'; echo '  MIG 3g.20gb     Device  0: (UUID: MIG-2)'",
+            "expected whole GPUs, but MIG divides some",
+        ),
+    ],
+    ids=["no driver", "no nvidia-smi", "no GPU", "MIG"],
+)
+def test_no_gpu_is_claimed_where_none_is_listed(tmp_path: Path, script: str, expected: str) -> None:
+    container = Container(tmp_path / "a", CLAIM_GPU=str(tmp_path))
+    container.has("nvidia-smi", script)
+    code, text = container.run(str(DOCKER / "claim"), "true")
+    assert (code, expected in text) == (2, True), text
+    assert not [*tmp_path.glob("*.lock")]
+
+
+def test_only_lines_of_gpus_are_counted(replicas: list[Container]) -> None:
+    for container in replicas:
+        container.has("nvidia-smi", "echo 'WARNING: infoROM is corrupted'; echo 'GPU 0: NVIDIA H100'")
+    popen, taken = claim(replicas[0])
+    try:
+        assert taken[1] == "gpu 0"
+        code, text = replicas[1].run(str(DOCKER / "claim"), "true")
+        assert (code, "expected a free GPU, but all 1 are taken" in text) == (2, True)
+    finally:
+        popen.kill()
+        popen.communicate(timeout=DEADLINE_SECONDS)
+
+
 def test_the_lowest_ranks_are_taken_first(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.mkdir()
@@ -211,6 +283,32 @@ def test_a_container_that_asks_for_nothing_only_runs_its_command(tmp_path: Path)
     container = Container(tmp_path / "a")
     shown = "echo ${CUDA_VISIBLE_DEVICES-none} $*; exit 7"
     assert container.run(str(DOCKER / "claim"), "sh", "-c", shown, "sh", "x y") == (7, "none x y\n")
+
+
+def test_keygen_replaces_lists_and_writes_locked_secrets_in_place(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    roles = ("scheduler", "server", "worker")
+    for role in roles:
+        (keys / role).mkdir(parents=True)
+    generate(keys / "all", workers=2, servers=2)
+    container = Container(tmp_path / "a")
+    container.has("zenps", "true")
+    shell, option, script = cluster("compose.secure.yaml")["keygen"]["command"]
+    command = (shell, option, script.replace("$$", "$").replace("/keys/", f"{keys}/"))
+
+    def inodes() -> dict[str, int]:
+        assert container.run(*command) == (0, "")
+        files = [path for role in roles for path in (keys / role).iterdir()]
+        return {str(path.relative_to(keys)): path.stat().st_ino for path in files}
+
+    before, after = inodes(), inodes()
+    assert before.keys() == {
+        *(f"{role}/keys.toml" for role in roles),
+        *("scheduler/scheduler.secret", "scheduler/operator.secret"),
+        *(f"{role}/{role}-{rank}.secret" for role in ("server", "worker") for rank in range(2)),
+    }
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {f"{role}/keys.toml" for role in roles}
 
 
 # ── probe ───────────────────────────────────────────────────────────────────────────────────────

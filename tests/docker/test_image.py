@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.compose.test_files import cluster
 from tests.docker.compose import docker, eventually
 
+ROOT = Path(__file__).parents[2]
 # As compose.yaml and docs/deploy.md run it.
 HARDENED = (
     "--rm",
@@ -51,6 +54,22 @@ def test_no_compiler_and_no_installer(image: str) -> None:
     found = run(image, "sh", "-c", f"for tool in {tools}; do command -v $tool; done; true")
     assert found == ""
     assert run(image, "sh", "-c", "ls /opt/zenps/bin | grep -c '^pip' || true").strip() == "0"
+
+
+def test_a_derived_image_has_another_package(image: str, build_environment: dict[str, str]) -> None:
+    recipe = (ROOT / "docs/deploy.md").read_text("utf-8").partition("```dockerfile\n")[2].partition("```")[0]
+    assert recipe.startswith(f"FROM {image}\n")
+    settings = {name for name in cluster()["scheduler"]["build"]["args"] if name.startswith("PIP_")}
+    index = [f'ENV {name}="{build_environment.get(name, "")}"' for name in sorted(settings)]
+    lines = recipe.replace("PACKAGE", "sortedcontainers").splitlines()
+    recipe, derived = "\n".join([lines[0], *index, *lines[1:]]), "zenps:derived"
+    built = docker("build", "--network", "host", "-t", derived, "-", stdin=recipe, seconds=600)
+    assert built.returncode == 0, built.stdout
+    try:
+        run(derived, "python", "-c", "import sortedcontainers, zenps")
+        assert inspected(derived)["Config"]["User"] == inspected(image)["Config"]["User"]
+    finally:
+        docker("image", "rm", derived)
 
 
 def test_it_has_what_servers_need_and_no_more(image: str) -> None:

@@ -32,7 +32,8 @@ from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sources import load
 from zenps.config.values import parse_address
 
-MANIFESTS = Path(__file__).parents[2] / "docker" / "k8s"
+ROOT = Path(__file__).parents[2]
+MANIFESTS = ROOT / "docker" / "k8s"
 FILES = ("jobset.yaml", "plain.yaml")
 # The oldest that still has patches, and the newest that schemas are there for.
 VERSIONS = ("1.34.0", "1.37.0")
@@ -321,6 +322,16 @@ def test_a_scheduler_that_is_evicted_is_killed_so_that_the_next_one_recovers_its
     run = f"sh -c {shlex.quote(script)} & child=$!; sleep 0.2; {shlex.join(hook)} & wait $child"
     done = subprocess.run([*namespace, "sh", "-c", run], timeout=30, check=False)
     assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_servers_that_stay_are_replaced_only_by_the_command_of_the_page() -> None:
+    """A rollout waits for servers to be ready, so it would go on when the next job trains."""
+    assert jobs("plain.yaml")["server"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
+    page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
+    (selector,) = re.findall(r"`kubectl delete pods --selector ([^`]+)`", page)
+    labels = {role: pod("plain.yaml", role)["metadata"]["labels"].items() for role in ROLES}
+    wanted = dict(label.split("=") for label in selector.split(",")).items()
+    assert [role for role in ROLES if wanted <= labels[role]] == ["server"]
 
 
 @pytest.mark.parametrize("role", ROLES)

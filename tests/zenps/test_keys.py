@@ -344,6 +344,33 @@ def test_list_that_cannot_be_read_leaves_the_keys_as_they_were(
     assert keys.public_of("server-7") == public
 
 
+@pytest.mark.parametrize(
+    "kept",
+    ["", "# The public keys of one job\n", f'worker-0 = "{"k" * 40}"\n'],
+    ids=["nothing", "a comment", "a worker"],
+)
+def test_list_that_is_being_replaced_in_place_revokes_nobody(
+    directory: Path, kept: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, file = load(directory, "worker", 0), directory / LIST_NAME
+    owners, text = keys.listed.owners, file.read_text()
+    file.write_text(kept)
+    keys.listed.read_again()
+    assert keys.listed.owners == owners
+    (line,) = caplog.messages
+    assert "expected a whole list, with a key of the scheduler" in line
+    file.write_text(text.replace("server-0", "server-7"))
+    keys.listed.read_again()
+    assert "server-7" in keys.listed.owners.values()
+
+
+def test_key_of_the_scheduler_is_rotated_as_any_other(directory: Path) -> None:
+    revoke(directory, "scheduler")
+    (directory / "scheduler.secret").unlink()
+    assert generate(directory, workers=2, servers=1) == ["scheduler"]
+    assert load(directory, "worker", 0).public_of("scheduler") == load(directory, "scheduler").public
+
+
 def test_list_is_read_only_when_its_file_has_changed(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
