@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from zenps.config.settings import Config
 from zenps.errors import listing
+from zenps.schemes.base import Scheme
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
@@ -132,9 +132,15 @@ def make_plan(
 
 
 def _costs(found: Sequence[Profile], links: Links, workers: int) -> dict[str, Cost]:
-    links = msgspec.structs.replace(links, workers=workers)
-    tensors = [profile.as_tensor(links) for profile in found]
-    return {scheme.name: predict_step(scheme.name, tensors, links) for scheme in fixed_schemes()}
+    links = structs.replace(links, workers=workers)
+    used = {scheme.name: _used(scheme, links) for scheme in fixed_schemes()}
+    tensors = {each: [profile.as_tensor(each) for profile in found] for each in {*used.values()}}
+    return {scheme: predict_step(scheme, tensors[each], each) for scheme, each in used.items()}
+
+
+def _used(scheme: Scheme, links: Links) -> Links:
+    """The part of the cluster that a scheme uses: among workers, no servers."""
+    return structs.replace(links, servers=0) if scheme.engine == "peers" else links
 
 
 def _choose(costs: dict[str, Cost]) -> str:
@@ -187,7 +193,8 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     sent = f"{moved} on the busiest link"
     if waiting > cost.seconds / 2:
         return f"Latency decides: {cost.rounds} rounds of {show_seconds(links.latency_seconds)}, and {sent}."
-    by_tensor = [predict_step(choice, [profile.as_tensor(links)], links).serial_bytes for profile in found]
+    used = _used(scheme_of(choice), links)
+    by_tensor = [predict_step(choice, [profile.as_tensor(used)], used).serial_bytes for profile in found]
     share, largest = max(zip(by_tensor, range(len(found)), strict=True))
     heaviest = found[largest]
     share /= sum(by_tensor)

@@ -100,7 +100,7 @@ class Occurrences:
         """How many times its even share the fullest of ``parts`` contiguous ranges has.
 
         Args:
-            parts: the number of servers.
+            parts: the number of servers; among workers, the number of these.
             workers: the number of workers in whose union items are counted; 0: items are counted once for
                 each worker that pushes them.
         """

@@ -28,8 +28,13 @@ COUNTS = [8, 16, 1024]
 SCHEMES = [scheme.name for scheme in fixed_schemes()]
 
 
-def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0) -> Links:
-    return Links(workers=workers, bytes_per_second=gbits * 1e9 / 8, latency_seconds=latency_seconds)
+def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0, servers: int = 0) -> Links:
+    return Links(
+        workers=workers,
+        servers=servers,
+        bytes_per_second=gbits * 1e9 / 8,
+        latency_seconds=latency_seconds,
+    )
 
 
 @pytest.fixture
@@ -72,6 +77,21 @@ def test_nearly_dense_rows_are_not(made_up: Any) -> None:
     assert plan.scheme == "zenps"
     assert re.search(r"would take 0\.9\d of that time\. zenps is recommended unless another", plan.reason)
     assert "zenps is recommended unless another scheme wins by 5%." in plan.reason
+
+
+@pytest.mark.parametrize(("chance", "variant"), [(0.7, "split"), (1.0, "split, dense")])
+def test_servers_change_nothing_among_workers(made_up: Any, chance: float, variant: str) -> None:
+    """A worker sums a range of rows, however many servers there are."""
+    skewed = made_up(np.where(np.arange(8192) < 4096, chance, 0.05), columns=64)
+    even = made_up(np.full(8192, 0.3), columns=64, name="even")
+    found, _ = profiles([*skewed, *even])
+    plans = [make_plan(found, links(servers=servers), COUNTS) for servers in (1, 2, 4, 16, 0)]
+    first, *others = ([p for p in plan.predictions if p.scheme in AMONG_WORKERS] for plan in plans)
+    assert variant in [p.variant for p in make_plan(found[:1], links(), [8]).predictions]
+    assert others == [first] * 4
+    one, two = plans[:2]
+    assert one.scheme == two.scheme == "sparcml"
+    assert one.reason.partition("Next")[0] == two.reason.partition("Next")[0]
 
 
 def test_where_another_overtakes(made_up: Any) -> None:
