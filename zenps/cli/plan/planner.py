@@ -72,7 +72,7 @@ class Plan(Struct, kw_only=True):
     predictions: list[Prediction]
     scheme: str
     granule: int | None
-    """``sync.granule``; None if no sparse tensor has single elements for rows."""
+    """``sync.granule``; None if no tensor of single elements can have nearly even shares."""
     reason: str
     notes: list[str]
 

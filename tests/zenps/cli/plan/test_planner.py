@@ -111,6 +111,18 @@ def test_where_another_overtakes(made_up: Any) -> None:
     assert f"Up to {count // 2} workers, zenps is recommended." in after.reason
 
 
+def test_a_tensor_too_small_for_even_shares_does_not_decide_the_granule(made_up: Any) -> None:
+    trace = made_up(np.full(200_000, 0.05), columns=1, steps=2)
+    tiny = made_up(np.full(1000, 0.5), columns=1, steps=2, name="tiny")
+    (big, small), _ = profiles([*trace, *tiny])
+    network = links(servers=4)
+    both, alone = make_plan([big, small], network, [8]), make_plan([small], network, [8])
+    assert both.granule == big.granule(4) == 64
+    assert "in runs of 64 (sync.granule)" in both.reason
+    assert alone.granule is None
+    assert "sync.granule" not in alone.reason
+
+
 def test_latency_decides_small_tensors(made_up: Any) -> None:
     found, _ = profiles(made_up(np.full(1000, 0.05), columns=1))
     plan = make_plan(found, links(latency_seconds=0.001), COUNTS)
