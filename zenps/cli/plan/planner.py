@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
@@ -175,7 +176,7 @@ def _reasons(
     else:
         why = scheme_of(next_best).spends
         said.append(f"Next is {next_best}, which takes {ratio:.2f} times as long: {why}.")
-    said.append(_where_it_changes(links.workers, by_count, choice))
+    said.append(_where_it_changes(by_count))
     if granule is not None:
         runs = f"Elements are partitioned in runs of {granule} (sync.granule)"
         said.append(f"{runs}, so that servers have even shares.")
@@ -210,13 +211,13 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     return f"{which}: {sent}. {of}: {grows}."
 
 
-def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice: str) -> str:
-    choices = {count: _choose(costs) for count, costs in by_count.items()}
-    above = next((count for count in sorted(choices) if count > workers and choices[count] != choice), None)
-    below = [count for count in choices if count < workers and choices[count] != choice]
-    told = [f"Up to {max(below)} workers, {choices[max(below)]} is recommended."] if below else []
-    told += [f"From {above} workers on, {choices[above]} is recommended."] if above is not None else []
-    return " ".join(told) or f"{choice} is recommended for any number of workers from 2 to {MAX_WORKERS}."
+def _where_it_changes(by_count: dict[int, dict[str, Cost]]) -> str:
+    told: list[str] = []
+    for choice, counts in groupby(sorted(by_count), key=lambda count: _choose(by_count[count])):
+        first, *others = counts
+        numbers = f"{first} to {others[-1]}" if others else f"{first}"
+        told.append(f"{choice} for {numbers}" if told else f"{choice} is recommended for {numbers} workers")
+    return f"{', '.join(told)}."
 
 
 def _notes(

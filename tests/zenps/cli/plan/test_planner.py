@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.zenps.cli.plan.conftest import Trace
-from zenps.cli.plan.planner import make_plan
+from zenps.cli.plan.planner import DOUBLINGS, make_plan
 from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.units import show_bytes
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
@@ -94,21 +95,37 @@ def test_servers_change_nothing_among_workers(made_up: Any, chance: float, varia
     assert one.reason.partition("Next")[0] == two.reason.partition("Next")[0]
 
 
-def test_where_another_overtakes(made_up: Any) -> None:
+OVERTAKING: dict[str, tuple[NDArray[np.float64], dict[str, Any]]] = {
     # Of a thousand servers, the fullest has far more than its share of two thousand rows.
-    chances = np.where(np.arange(2000) < 400, 0.9, 0.01)
+    "servers": (np.where(np.arange(2000) < 400, 0.9, 0.01), {}),
+    "workers": (np.where(np.arange(2000) < 400, 0.9, 0.01), {"servers": 8}),
+    "back and forth": (np.full(2000, 0.005), {"latency_seconds": 1e-5}),
+    "once": (np.full(2000, 0.5), {"servers": 4, "latency_seconds": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("case", OVERTAKING)
+def test_where_another_overtakes(made_up: Any, case: str) -> None:
+    chances, network = OVERTAKING[case]
     found, _ = profiles(made_up(chances, columns=64))
-    plan = make_plan(found, links(4), [4, 1024])
-    assert plan.scheme == "zenps"
-    (count,) = [int(word) for word in plan.reason.partition("From ")[2].split()[:1]]
-    before, after = (make_plan(found, links(n), [n]) for n in (count // 2, count))
-    assert before.scheme == "zenps" != after.scheme
-    for each in (plan, before):
-        assert each.reason.endswith(
-            "Up to 2 workers, agsparse is recommended. "
-            f"From {count} workers on, {after.scheme} is recommended."
-        )
-    assert f"Up to {count // 2} workers, zenps is recommended." in after.reason
+    best = {n: make_plan(found, links(n, **network), [n]).scheme for n in DOUBLINGS}
+    for workers in (2, 24, 1024):
+        *_, last = make_plan(found, links(workers, **network), [48]).reason.removesuffix(".").split(". ")
+        ranges = re.findall(r"(\S+) (?:is recommended )?for (\d+)(?: to (\d+))?", last)
+        claimed = {
+            n: scheme
+            for scheme, begin, end in ranges
+            for n in DOUBLINGS
+            if int(begin) <= n <= int(end or begin)
+        }
+        assert claimed == best
+    assert len(ranges) > 2
+
+
+def test_one_scheme_for_all_numbers_of_workers(made_up: Any) -> None:
+    found, _ = profiles(made_up(np.full(50_000, 0.05), columns=64))
+    plan = make_plan(found, links(), COUNTS, ruled_out=dict.fromkeys(AMONG_WORKERS, "security.keys"))
+    assert plan.reason.endswith(" zenps is recommended for 2 to 1024 workers.")
 
 
 def test_a_tensor_too_small_for_even_shares_does_not_decide_the_granule(made_up: Any) -> None:
