@@ -177,6 +177,9 @@ class _Service:
             TERMINATION.check()
             until = min(next_tick, self._ends.due)
             poller.poll(int(1000 * max(until - time.monotonic(), 0.0)) + 1)
+            if (now := time.monotonic()) > next_tick:  # before it reads what came meanwhile
+                self._membership.on_late(now - next_tick, now)
+                next_tick = now
             self._authenticator.attend()
             self._receive()
             now = time.monotonic()

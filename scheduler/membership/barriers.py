@@ -106,10 +106,12 @@ class Barriers:
                 sends += self._fail(sequence, reason)
         return sends
 
-    def extend(self, seconds: float) -> None:
-        """Moves the deadlines of all open barriers."""
+    def extend(self, seconds: float, now: float) -> None:
+        """Adds so many seconds, until now, to all deadlines, and counts them as nobody's lateness."""
+        self._late.postpone(seconds)
         for barrier in self._open.values():
             barrier.deadline += seconds
+            barrier.arrivals = {rank: min(at + seconds, now) for rank, at in barrier.arrivals.items()}
 
     def fail(self, reason: str) -> list[Send]:
         """Fails all open barriers for the same reason."""

@@ -42,8 +42,8 @@ from .registration import Settings, is_for_recovery, mistaken, refusal, unfit, w
 from .states import JOB, JobState
 
 LATE_PART: Final = 0.25
-"""A tick may be late by this part of a lease, the interval of heartbeats. If it is later, the scheduler may
-have received nothing meanwhile."""
+"""The scheduler may be late by this part of a lease, the interval of heartbeats. If it is later, it may have
+received nothing meanwhile."""
 
 FRESH_SECONDS: Final = 0.25
 """How long one status answers all who ask, unless the state of the job or of a node changes: each server's
@@ -128,13 +128,10 @@ class Membership:
 
         Args:
             now: the time.
-            late_seconds: by how much this tick is late: the scheduler was stopped, or had no processor.
+            late_seconds: by how much this tick is late, beyond what :meth:`on_late` was told.
         """
+        self.on_late(late_seconds, now)
         sends: list[Send] = []
-        # A node returns to a restarted scheduler by two messages: the second follows the answer to the first.
-        self._job.until += late_seconds
-        if late_seconds > self._cluster.lease_seconds * LATE_PART:
-            self._excuse(late_seconds, now)
         for node in self._job.members.alive():
             if now - node.last_heard > self._cluster.lease_seconds:
                 sends += departures.on_lost(self._job, node, now)
@@ -145,6 +142,19 @@ class Membership:
         sends += self._register_waiting(now)
         self._changes.update(self._job.members, self.state, self.epoch, now)
         return sends
+
+    def on_late(self, seconds: float, now: float) -> None:
+        """This scheduler was stopped, or had no processor, for so long: nodes get as much longer.
+
+        Messages that they sent meanwhile may come even later, because libzmq's thread was also stopped.
+        """
+        # A node returns to a restarted scheduler by two messages: the second follows the answer to the first.
+        self._job.until += seconds
+        if seconds <= self._cluster.lease_seconds * LATE_PART:
+            return
+        for node in (*self._job.members.alive(), *self._job.recovery.waiting.values()):
+            node.last_heard = min(node.last_heard + seconds, now)
+        self._job.barriers.extend(seconds, now)
 
     def on_ended(self, peer: bytes, now: float) -> list[Send]:
         """The connection of a server has ended, and its port refuses another."""
@@ -369,15 +379,6 @@ class Membership:
         if node is None or node.register.host != message.host:
             return []
         return departures.on_lost(self._job, node, now, "its process has ended", has_ended=True)
-
-    def _excuse(self, late_seconds: float, now: float) -> None:
-        """Extends leases and the deadlines of barriers by the time in which this scheduler received nothing.
-        Messages that nodes sent meanwhile may not have been read yet, because libzmq's thread was also
-        stopped.
-        """
-        for node in (*self._job.members.alive(), *self._job.recovery.waiting.values()):
-            node.last_heard = min(node.last_heard + late_seconds, now)
-        self._job.barriers.extend(late_seconds)
 
     def _working(self) -> list[int]:
         """The ranks that may wait for one another."""

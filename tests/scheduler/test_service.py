@@ -92,20 +92,50 @@ def waiting(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[li
         yield taken
 
 
+def test_the_membership_is_told_of_a_stop_before_it_gets_what_came_meanwhile(
+    scheduler: _Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str | float] = []
+
+    def tick(*_: float) -> list[Send]:
+        if "message" in events:
+            raise Enough
+        dealer.connect(f"tcp://{scheduler.address}")
+        dealer.send(encode("default", Heartbeat(1, {})))
+        assert scheduler._socket.poll(30_000)
+        time.sleep(0.5)  # as if the process were stopped
+        return []
+
+    def take(*_: object) -> list[Send]:
+        events.append("message")
+        return []
+
+    membership = scheduler._membership
+    monkeypatch.setattr(membership, "on_tick", tick)
+    monkeypatch.setattr(membership, "on_message", take)
+    monkeypatch.setattr(membership, "on_late", lambda seconds, now: events.append(seconds))
+    with context() as ctx:
+        dealer = open_dealer(ctx, b"sender", MAX_ENVELOPE_BYTES)
+        with pytest.raises(Enough):
+            scheduler._run()
+    stop = events[events.index("message") - 1]
+    assert isinstance(stop, float)
+    assert stop >= 0.5 - service.TICK_SECONDS
+
+
 def test_a_tick_knows_how_late_it_is(scheduler: _Service, monkeypatch: pytest.MonkeyPatch) -> None:
     late: list[float] = []
 
     def tick(_: float, late_seconds: float) -> list[Send]:
         late.append(late_seconds)
-        if len(late) > 1:
-            raise Enough
-        time.sleep(0.5)  # as if the process were stopped
-        return []
+        raise Enough
 
+    # As if the process were stopped while it receives.
+    monkeypatch.setattr(scheduler, "_receive", lambda: time.sleep(0.5))
     monkeypatch.setattr(scheduler._membership, "on_tick", tick)
     with pytest.raises(Enough):
         scheduler._run()
-    assert 0.5 - service.TICK_SECONDS <= late[1] < 30
+    assert 0.5 <= late[0] < 30
 
 
 def test_ticks_happen_however_many_messages_wait(

@@ -111,6 +111,9 @@ class Scheduler(Node):
 
     def receive(self, sender: bytes, message: Any, frames: Frames) -> None:
         before = self.membership.state
+        if self.now > self._next_tick:
+            self.membership.on_late(self.now - self._next_tick, self.now)
+            self._next_tick = self.now
         self._execute(self.membership.on_message(sender, message, self.now))
         self._check_quorum(before)
         if self.membership.name_of(sender):

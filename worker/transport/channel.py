@@ -295,7 +295,8 @@ class Channel(Waiter):
                 self._execute(self._rounds.on_corrupted(rank, error.message))
             return
         self._servers.connectivity.on_answer(rank)
-        self._metrics.pull_bytes.total += envelope.nbytes + sum([frame.nbytes for frame in frames])
+        size = envelope.nbytes + sum([frame.nbytes for frame in frames])
+        self._metrics.pull_bytes.total += size
         self._execute(self._rounds.on_reply(rank, message, frames, time.monotonic()))
 
     def _begin(self, round_: Round, pending: Pending) -> None:

@@ -34,7 +34,8 @@ class Tally(Collector):
     """A counter for the data path: adding is one addition; the metric is made when Prometheus asks for it.
 
     The client's own counter takes a lock and several calls, which slows a round of 1 KB down. This one has
-    neither: the caller holds a lock, or only one thread adds.
+    neither. Threads that add without a lock in common compute the number first: a call to the right of ``+=``
+    lets another thread add between the load and the store, and that addition is lost.
 
     Attributes:
         total: the count so far; add to it.

@@ -243,3 +243,26 @@ def test_a_barrier_has_as_long_if_the_scheduler_was_stopped() -> None:
     membership.on_message(worker(1), Barrier(1), 0.0)
     assert membership.on_tick(100.0, late_seconds=99.9) == []
     assert len(membership.on_message(worker(0), Barrier(1), 100.0)) == 2
+
+
+@pytest.mark.parametrize("ticks", [False, True], ids=["before a tick", "after a tick"])
+def test_nobody_is_late_because_the_scheduler_was_stopped(ticks: bool) -> None:
+    membership = running(workers=3)
+    keep_alive(membership, 100.0, [worker(2), *EVERYBODY])
+    for number, now in enumerate((97.0, 100.0)):
+        membership.on_message(worker(number), Barrier(1), now)
+    membership.on_tick(100.1)
+    membership.on_late(20.0, 120.1)
+    if ticks:
+        membership.on_tick(120.1)
+    membership.on_message(worker(2), Barrier(1), 120.2)
+    assert membership.late_seconds() == pytest.approx({2: 0.2})
+    assert membership.stragglers(120.2) == []
+
+
+def test_a_wait_that_began_before_a_stop_was_noticed_counts_from_then() -> None:
+    membership = running()
+    membership.on_message(worker(0), Barrier(1), 100.0)
+    membership.on_tick(101.0, late_seconds=100.0)
+    membership.on_message(worker(1), Barrier(1), 104.0)
+    assert membership.late_seconds() == {1: 3.0}

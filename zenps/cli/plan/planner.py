@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from types import MappingProxyType
 from typing import Final
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from zenps.config.settings import Config
 from zenps.errors import listing
+from zenps.schemes.base import Scheme
 from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
@@ -72,7 +73,7 @@ class Plan(Struct, kw_only=True):
     predictions: list[Prediction]
     scheme: str
     granule: int | None
-    """``sync.granule``; None if no sparse tensor has single elements for rows."""
+    """``sync.granule``; None if no tensor of single elements can have nearly even shares."""
     reason: str
     notes: list[str]
 
@@ -132,9 +133,15 @@ def make_plan(
 
 
 def _costs(found: Sequence[Profile], links: Links, workers: int) -> dict[str, Cost]:
-    links = msgspec.structs.replace(links, workers=workers)
-    tensors = [profile.as_tensor(links) for profile in found]
-    return {scheme.name: predict_step(scheme.name, tensors, links) for scheme in fixed_schemes()}
+    links = structs.replace(links, workers=workers)
+    used = {scheme.name: _used(scheme, links) for scheme in fixed_schemes()}
+    tensors = {each: [profile.as_tensor(each) for profile in found] for each in {*used.values()}}
+    return {scheme: predict_step(scheme, tensors[each], each) for scheme, each in used.items()}
+
+
+def _used(scheme: Scheme, links: Links) -> Links:
+    """The part of the cluster that a scheme uses: among workers, no servers."""
+    return structs.replace(links, servers=0) if scheme.engine == "peers" else links
 
 
 def _choose(costs: dict[str, Cost]) -> str:
@@ -169,7 +176,7 @@ def _reasons(
     else:
         why = scheme_of(next_best).spends
         said.append(f"Next is {next_best}, which takes {ratio:.2f} times as long: {why}.")
-    said.append(_where_it_changes(links.workers, by_count, choice))
+    said.append(_where_it_changes(by_count))
     if granule is not None:
         runs = f"Elements are partitioned in runs of {granule} (sync.granule)"
         said.append(f"{runs}, so that servers have even shares.")
@@ -187,7 +194,8 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     sent = f"{moved} on the busiest link"
     if waiting > cost.seconds / 2:
         return f"Latency decides: {cost.rounds} rounds of {show_seconds(links.latency_seconds)}, and {sent}."
-    by_tensor = [predict_step(choice, [profile.as_tensor(links)], links).serial_bytes for profile in found]
+    used = _used(scheme_of(choice), links)
+    by_tensor = [predict_step(choice, [profile.as_tensor(used)], used).serial_bytes for profile in found]
     share, largest = max(zip(by_tensor, range(len(found)), strict=True))
     heaviest = found[largest]
     share /= sum(by_tensor)
@@ -203,13 +211,13 @@ def _what_decides(found: Sequence[Profile], links: Links, choice: str, cost: Cos
     return f"{which}: {sent}. {of}: {grows}."
 
 
-def _where_it_changes(workers: int, by_count: dict[int, dict[str, Cost]], choice: str) -> str:
-    choices = {count: _choose(costs) for count, costs in by_count.items()}
-    above = next((count for count in sorted(choices) if count > workers and choices[count] != choice), None)
-    below = [count for count in choices if count < workers and choices[count] != choice]
-    told = [f"Up to {max(below)} workers, {choices[max(below)]} is recommended."] if below else []
-    told += [f"From {above} workers on, {choices[above]} is recommended."] if above is not None else []
-    return " ".join(told) or f"{choice} is recommended for any number of workers from 2 to {MAX_WORKERS}."
+def _where_it_changes(by_count: dict[int, dict[str, Cost]]) -> str:
+    told: list[str] = []
+    for choice, counts in groupby(sorted(by_count), key=lambda count: _choose(by_count[count])):
+        first, *others = counts
+        numbers = f"{first} to {others[-1]}" if others else f"{first}"
+        told.append(f"{choice} for {numbers}" if told else f"{choice} is recommended for {numbers} workers")
+    return f"{', '.join(told)}."
 
 
 def _notes(

@@ -100,7 +100,7 @@ class Occurrences:
         """How many times its even share the fullest of ``parts`` contiguous ranges has.
 
         Args:
-            parts: the number of servers.
+            parts: the number of servers; among workers, the number of these.
             workers: the number of workers in whose union items are counted; 0: items are counted once for
                 each worker that pushes them.
         """
@@ -198,13 +198,14 @@ class Profile:
     def granule(self, parts: int) -> int | None:
         """The largest granule with which ``parts`` servers have nearly even shares of what a worker pushes.
 
-        None if rows are not single elements: a granule is then one row. A thinned trace does not tell which
-        adjacent elements are present, so all elements of a granule are assumed to be.
+        None if rows are not single elements, because a granule is then one row, or if even single elements
+        are too few for nearly even shares. A thinned trace does not tell which adjacent elements are present,
+        so all elements of a granule are assumed to be.
         """
         if not self.is_sparse or self.columns > 1:
             return None
         even = (size for size in GRANULES if self._imbalance(parts, size) <= MAX_IMBALANCE)
-        return max(even, default=1)
+        return max(even, default=None)
 
     def _imbalance(self, parts: int, granule: int) -> float:
         """The expected imbalance of what a worker pushes, in granules of this size."""

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.zenps.cli.plan.conftest import Trace
-from zenps.cli.plan.planner import make_plan
+from zenps.cli.plan.planner import DOUBLINGS, make_plan
 from zenps.cli.plan.profile import Profile, profiles
 from zenps.cli.plan.units import show_bytes
 from zenps.cli.plan.written import check_settings, ruled_out, write_settings
@@ -28,8 +29,13 @@ COUNTS = [8, 16, 1024]
 SCHEMES = [scheme.name for scheme in fixed_schemes()]
 
 
-def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0) -> Links:
-    return Links(workers=workers, bytes_per_second=gbits * 1e9 / 8, latency_seconds=latency_seconds)
+def links(workers: int = 8, gbits: float = 10, latency_seconds: float = 0.0, servers: int = 0) -> Links:
+    return Links(
+        workers=workers,
+        servers=servers,
+        bytes_per_second=gbits * 1e9 / 8,
+        latency_seconds=latency_seconds,
+    )
 
 
 @pytest.fixture
@@ -74,21 +80,64 @@ def test_nearly_dense_rows_are_not(made_up: Any) -> None:
     assert "zenps is recommended unless another scheme wins by 5%." in plan.reason
 
 
-def test_where_another_overtakes(made_up: Any) -> None:
+@pytest.mark.parametrize(("chance", "variant"), [(0.7, "split"), (1.0, "split, dense")])
+def test_servers_change_nothing_among_workers(made_up: Any, chance: float, variant: str) -> None:
+    """A worker sums a range of rows, however many servers there are."""
+    skewed = made_up(np.where(np.arange(8192) < 4096, chance, 0.05), columns=64)
+    even = made_up(np.full(8192, 0.3), columns=64, name="even")
+    found, _ = profiles([*skewed, *even])
+    plans = [make_plan(found, links(servers=servers), COUNTS) for servers in (1, 2, 4, 16, 0)]
+    first, *others = ([p for p in plan.predictions if p.scheme in AMONG_WORKERS] for plan in plans)
+    assert variant in [p.variant for p in make_plan(found[:1], links(), [8]).predictions]
+    assert others == [first] * 4
+    one, two = plans[:2]
+    assert one.scheme == two.scheme == "sparcml"
+    assert one.reason.partition("Next")[0] == two.reason.partition("Next")[0]
+
+
+OVERTAKING: dict[str, tuple[NDArray[np.float64], dict[str, Any]]] = {
     # Of a thousand servers, the fullest has far more than its share of two thousand rows.
-    chances = np.where(np.arange(2000) < 400, 0.9, 0.01)
+    "servers": (np.where(np.arange(2000) < 400, 0.9, 0.01), {}),
+    "workers": (np.where(np.arange(2000) < 400, 0.9, 0.01), {"servers": 8}),
+    "back and forth": (np.full(2000, 0.005), {"latency_seconds": 1e-5}),
+    "once": (np.full(2000, 0.5), {"servers": 4, "latency_seconds": 1e-6}),
+}
+
+
+@pytest.mark.parametrize("case", OVERTAKING)
+def test_where_another_overtakes(made_up: Any, case: str) -> None:
+    chances, network = OVERTAKING[case]
     found, _ = profiles(made_up(chances, columns=64))
-    plan = make_plan(found, links(4), [4, 1024])
-    assert plan.scheme == "zenps"
-    (count,) = [int(word) for word in plan.reason.partition("From ")[2].split()[:1]]
-    before, after = (make_plan(found, links(n), [n]) for n in (count // 2, count))
-    assert before.scheme == "zenps" != after.scheme
-    for each in (plan, before):
-        assert each.reason.endswith(
-            "Up to 2 workers, agsparse is recommended. "
-            f"From {count} workers on, {after.scheme} is recommended."
-        )
-    assert f"Up to {count // 2} workers, zenps is recommended." in after.reason
+    best = {n: make_plan(found, links(n, **network), [n]).scheme for n in DOUBLINGS}
+    for workers in (2, 24, 1024):
+        *_, last = make_plan(found, links(workers, **network), [48]).reason.removesuffix(".").split(". ")
+        ranges = re.findall(r"(\S+) (?:is recommended )?for (\d+)(?: to (\d+))?", last)
+        claimed = {
+            n: scheme
+            for scheme, begin, end in ranges
+            for n in DOUBLINGS
+            if int(begin) <= n <= int(end or begin)
+        }
+        assert claimed == best
+    assert len(ranges) > 2
+
+
+def test_one_scheme_for_all_numbers_of_workers(made_up: Any) -> None:
+    found, _ = profiles(made_up(np.full(50_000, 0.05), columns=64))
+    plan = make_plan(found, links(), COUNTS, ruled_out=dict.fromkeys(AMONG_WORKERS, "security.keys"))
+    assert plan.reason.endswith(" zenps is recommended for 2 to 1024 workers.")
+
+
+def test_a_tensor_too_small_for_even_shares_does_not_decide_the_granule(made_up: Any) -> None:
+    trace = made_up(np.full(200_000, 0.05), columns=1, steps=2)
+    tiny = made_up(np.full(1000, 0.5), columns=1, steps=2, name="tiny")
+    (big, small), _ = profiles([*trace, *tiny])
+    network = links(servers=4)
+    both, alone = make_plan([big, small], network, [8]), make_plan([small], network, [8])
+    assert both.granule == big.granule(4) == 64
+    assert "in runs of 64 (sync.granule)" in both.reason
+    assert alone.granule is None
+    assert "sync.granule" not in alone.reason
 
 
 def test_latency_decides_small_tensors(made_up: Any) -> None:
