@@ -118,7 +118,7 @@ class Process:
         else:
             out, child_out = os.openpty()
             child_err = child_out
-            termios.tcsetwinsize(child_out, (TERMINAL_ROWS, max(terminal_columns, 1)))
+            termios.tcsetwinsize(child_out, (TERMINAL_ROWS, terminal_columns))
             self.pipes = [Pipe(out, False)]
             # Programs prefer these to the size of their terminal. Ours may be set, as readline does.
             environment = {k: v for k, v in environment.items() if k not in ("COLUMNS", "LINES")}
