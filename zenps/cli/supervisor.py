@@ -61,6 +61,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._guard = Guard()
         self._processes: list[Process] = []
+        self._lines: list[Lines] = []
         self._address = b""
         """The part of its address that the scheduler has written; a complete one ends with a line end."""
         self._code: int | None = None
@@ -83,6 +84,9 @@ class Supervisor:
         self._start_others()
         while self._left():
             self._turn()
+        # A process that left its group may hold the other end of a pipe, which does not end then.
+        for lines in self._lines:
+            lines.feed(b"")
         return self._code or 0
 
     def close(self) -> None:
@@ -158,6 +162,7 @@ class Supervisor:
             lines.feed(data)
             return bool(data)
 
+        self._lines.append(lines)
         self._selector.register(pipe.fd, selectors.EVENT_READ, read)
 
     # ── running ─────────────────────────────────────────────────────────────────────────────────

@@ -525,6 +525,17 @@ def test_output_is_prefixed_by_stream_and_process(zenps: Any) -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
+def test_the_last_line_is_shown_while_a_daemon_holds_the_pipe(zenps: Any) -> None:
+    script = (
+        "import subprocess, sys\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "sys.stdout.write('final result: 0.5')"
+    )
+    done = zenps("launch", "--", *PYTHON, script)
+    assert done.stdout == "worker 0  | final result: 0.5\n"
+    os.kill(zenps.pid_of("sleep 600"), signal.SIGKILL)
+    eventually(lambda: zenps.processes() == {})
+
+
 def on_a_terminal(zenps: Any, script: str, cues: dict[bytes, Path] | None = None, **environment: str) -> str:
     """Returns what a terminal of 100 columns receives from a launch with two workers.
 
