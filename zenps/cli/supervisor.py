@@ -393,4 +393,5 @@ class Supervisor:
         return self._address.decode().strip()
 
     def _say(self, text: str) -> None:
-        self._output.line("launch", text.encode(), is_stderr=True)
+        # The name of a program may be any bytes.
+        self._output.line("launch", text.encode(errors="surrogateescape"), is_stderr=True)

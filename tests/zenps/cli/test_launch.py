@@ -132,12 +132,12 @@ def test_what_a_worker_leaves_behind_ends_with_it(zenps: Any) -> None:
 
 
 def test_program_that_cannot_be_started(zenps: Any, tmp_path: Any) -> None:
-    script = tmp_path / "script"
+    script = tmp_path / os.fsdecode(b"tr\xe4in")  # not UTF-8
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    done = zenps("launch", "--", str(script))
+    done = zenps("launch", "--", str(script), errors="surrogateescape")
     assert done.returncode == 126
-    assert "worker 0 cannot be started" in done.stderr
+    assert f"worker 0 cannot be started: {script}: No such file or directory\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert_nothing_is_left(zenps)
 
