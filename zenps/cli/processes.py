@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from zenps.termination import ASK_TO_END
+from zenps.termination import ASK_TO_END, is_ignored
 
 from .exit_codes import SIGNALLED
 
@@ -234,8 +234,8 @@ def handled_signals(on_signal: Callable[[int], None]) -> Iterator[int]:
     def handle(number: int, _: FrameType | None) -> None:
         on_signal(number)
 
-    # nohup makes a process ignore SIGHUP: leave it so.
-    handled = [n for n in ASK_TO_END if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    # nohup makes a process ignore SIGHUP, and a shell script makes one in the background ignore SIGINT.
+    handled = [n for n in ASK_TO_END if n == signal.SIGTERM or not is_ignored(n)]
     before = {number: signal.signal(number, handle) for number in handled}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

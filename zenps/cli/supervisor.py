@@ -16,7 +16,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
-from zenps.termination import held_signals
+from zenps.termination import held_signals, is_ignored, signals_that_end
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
@@ -74,10 +74,9 @@ class Supervisor:
 
     def run(self) -> int:
         """Starts all processes, waits for their ends, and returns the exit code of the job."""
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            self._say(
-                "SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends it"
-            )
+        if is_ignored(signal.SIGHUP):
+            how = f"{signals_that_end()} to launch ends it"
+            self._say(f"SIGHUP is ignored, as under nohup: the job goes on; {how}")
         self._start_scheduler()
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()

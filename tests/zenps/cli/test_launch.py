@@ -326,23 +326,29 @@ def test_signal_ends_all(zenps: Any, sleepers: Any, number: signal.Signals) -> N
     assert_nothing_is_left(zenps)
 
 
-def test_job_goes_on_under_nohup(zenps: Any) -> None:
-    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
-    popen = zenps.start(
-        "launch", "--", *PYTHON, "import time; print('up', flush=True); time.sleep(600)", **ignore
-    )
+@pytest.mark.parametrize(
+    ("ignored", "others"),
+    [([signal.SIGHUP], "SIGTERM or SIGINT"), ([signal.SIGHUP, signal.SIGINT], "SIGTERM")],
+    ids=["nohup", "nohup in the background of a script"],
+)
+def test_signals_that_are_ignored_stay_so(zenps: Any, ignored: list[signal.Signals], others: str) -> None:
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    script = "import time; print('up', flush=True); time.sleep(600)"
+    popen = zenps.start("launch", "--", *PYTHON, script, preexec_fn=ignore)
     assert "up" in popen.stdout.readline()
     for pid in (popen.pid, zenps.pid_of("zenps.cli scheduler"), zenps.pid_of("zenps.cli server")):
-        os.kill(pid, signal.SIGHUP)
+        for number in ignored:
+            os.kill(pid, number)
     with pytest.raises(subprocess.TimeoutExpired):
         popen.wait(0.5)
     popen.terminate()
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 143
-    assert (
-        "launch    | SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends"
-        in err
-    )
+    how = f"the job goes on; {others} to launch ends it"
+    assert f"launch    | SIGHUP is ignored, as under nohup: {how}\n" in err
     assert_nothing_is_left(zenps)
 
 
