@@ -432,7 +432,8 @@ def test_failed_job_is_one_line_and_exit_code_1(zenps: Any) -> None:
 def test_taken_port_is_refused(zenps: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert_refused(zenps("scheduler", "--set", f"cluster.scheduler={address}"), address)
+        done = zenps("scheduler", "--set", f"cluster.scheduler={address}")
+        assert_refused(done, f"cluster.scheduler = '{address}'")
 
 
 @pytest.mark.parametrize("descriptor", ["77", str(1 << 32)])
