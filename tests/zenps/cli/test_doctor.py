@@ -99,6 +99,14 @@ def test_keys(tmp_path: Path) -> None:
     assert (check.verdict, "chmod 600" in check.found) == ("fail", True)
 
 
+def test_a_secret_of_a_name_that_no_file_has(tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=1, servers=1)
+    check = examined(f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={'a' * 300}")["keys"]
+    assert check.verdict == "fail"
+    assert "expected a readable file (File name too long)" in check.found
+    assert check.found.startswith("security.secret = ")
+
+
 def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     assert examined()["torch threads"].verdict == "warn"
