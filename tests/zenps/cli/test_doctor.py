@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import resource
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,28 @@ def test_sparsifiers() -> None:
     assert "sync.scheme = omnireduce sends no indices" in refused.found
     unknown = examined("sync.sparsifier=no.such:Thing")["sync.sparsifier"]
     assert (unknown.verdict, unknown.advice[:15]) == ("warn", "put its folder ")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("raise RuntimeError('planted')", "RuntimeError: planted"),
+        ("import sys; sys.exit('planted')", "SystemExit: planted"),
+        ("(", "SyntaxError: '(' was never closed"),
+        ("", "AttributeError: module 'boom' has no attribute 'Class'"),
+    ],
+    ids=["error", "exit", "syntax", "class"],
+)
+@pytest.mark.parametrize("setting", ["sync.partition", "sync.sparsifier"])
+def test_a_plugin_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, line: str, reason: str
+) -> None:
+    (tmp_path / "boom.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "boom", raising=False)
+    check = examined(f"{setting}=boom:Class")[setting]
+    assert (check.verdict, check.advice) == ("warn", "name another, or mend this one")
+    assert f"(importing it failed: {reason}" in check.found
 
 
 @pytest.mark.parametrize(("backend", "verdict"), [("auto", "warn"), ("native", "fail"), ("torch", "ok")])
