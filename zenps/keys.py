@@ -214,7 +214,7 @@ def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[st
             return tomllib.loads(stream.read())
     except OSError as error:
         raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         # Not chained: the decoder's error may show a secret.
         raise ConfigError(setting, str(path), f"TOML as zenps keygen writes it: {error}") from None
 

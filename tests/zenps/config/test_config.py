@@ -122,7 +122,11 @@ class TestFile:
         )
         assert "absent.toml" in refusal(environ={"ZENPS_CONFIG": "absent.toml"})
 
-    @pytest.mark.parametrize("content", [b"[cluster", b"\xff\xfe", b"workers == 2"])
+    @pytest.mark.parametrize(
+        "content",
+        [b"[cluster", b"\xff\xfe", b"workers == 2", b"a=" + b"[" * 9999],
+        ids=["open", "no UTF-8", "two signs", "nested too deep"],
+    )
     def test_not_toml(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "zenps.toml").write_bytes(content)
         assert refusal().startswith("file = 'zenps.toml': expected TOML: ")
