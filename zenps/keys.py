@@ -135,7 +135,7 @@ def load_keys(security: SecurityConfig, role: Player, rank: int | None = None) -
     _require_curve()
     file, path = Path(security.keys), Path(security.secret)
     listed = PublicKeys(file)
-    if path.is_dir():
+    if os.path.isdir(path):  # Path.is_dir() raises if the name is too long, or its folder cannot be searched
         if role in ("server", "worker") and rank is None:
             allowed = f"the file of this {role}'s secret key; or set RANK, which chooses one of the directory"
             raise ConfigError("security.secret", str(path), allowed)
@@ -156,7 +156,7 @@ def load_any_keys(security: SecurityConfig) -> Keys | None:
     Any key may ask for the status.
     """
     directory = Path(security.secret)
-    if security.secret and directory.is_dir() and not (directory / "operator.secret").exists():
+    if security.secret and os.path.isdir(directory) and not os.path.exists(directory / "operator.secret"):
         for secret in sorted(directory.glob("*.secret"))[:1]:
             security = msgspec.structs.replace(security, secret=str(secret))
     return load_keys(security, "operator")
@@ -224,7 +224,7 @@ def _read_toml(path: Path, setting: str, forbidden: int, remedy: str) -> dict[st
             return tomllib.loads(stream.read())
     except OSError as error:
         raise ConfigError(setting, str(path), f"a readable file ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         # Not chained: the decoder's error may show a secret.
         raise ConfigError(setting, str(path), f"TOML as zenps keygen writes it: {error}") from None
 

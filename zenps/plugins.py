@@ -68,8 +68,9 @@ class Registry(Generic[Plugin]):
             module, separator, attribute = name.rpartition(":" if ":" in name else ".")
             if separator and not module.startswith("."):
                 return getattr(import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            allowed = f"{self._allowed()} (importing it failed: {error})"
+        # The module runs as it is imported: it may be a script that exits.
+        except (Exception, SystemExit) as error:
+            allowed = f"{self._allowed()} (importing it failed: {type(error).__name__}: {error})"
             raise ConfigError(self._setting, name, allowed) from error
         raise ConfigError(self._setting, name, self._allowed())
 

@@ -54,6 +54,16 @@ class Termination:
 TERMINATION = Termination()
 
 
+def is_ignored(number: signal.Signals) -> bool:
+    """True if this process ignores the signal, as one under ``nohup`` or in the background of a script."""
+    return signal.getsignal(number) == signal.SIG_IGN
+
+
+def signals_that_end() -> str:
+    """The signals that end this process although it ignores SIGHUP, as text for the user."""
+    return "SIGTERM" if is_ignored(signal.SIGINT) else "SIGTERM or SIGINT"
+
+
 @contextlib.contextmanager
 def held_signals() -> Iterator[None]:
     """Holds back the signals that ask this process to end, so that none acts between two steps."""

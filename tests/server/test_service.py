@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from tests.server.rounds.test_tracker import KEY, make_held, peer_of
 from zenps.config.settings import ClusterConfig, Config
-from zenps.errors import PeerLostError
+from zenps.errors import ConfigError, PeerLostError
 from zenps.observe import log
 from zenps.observe.metrics import ServerMetrics
 from zenps.observe.trace import OFF
@@ -114,6 +114,20 @@ def test_a_server_serves_until_it_is_told_to_end_and_then_leaves(
     assert 1 in [message.epoch for message in heard if isinstance(message, Heartbeat)]
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [text for text in warnings if "worker" in text] == [LOST.reason]
+
+
+def test_a_server_that_cannot_listen_names_the_setting() -> None:
+    with context() as ctx:
+        _, address = bind_router(ctx, "127.0.0.1", 0, MAX_ENVELOPE_BYTES)
+        taken = int(address.rpartition(":")[2])
+        for field, host, port in (
+            ("cluster.server_port", "127.0.0.1", taken),
+            ("cluster.host", "no-such-host.invalid", 0),
+        ):
+            config = Config(cluster=ClusterConfig(scheduler=address, host=host, server_port=port))
+            with pytest.raises(ConfigError, match=f"{host}:{port}': expected an address that") as caught:
+                _Service(config, ctx, ServerMetrics(CollectorRegistry()), OFF)
+            assert caught.value.field == field
 
 
 def test_a_server_that_fails_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

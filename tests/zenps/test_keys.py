@@ -270,6 +270,7 @@ def test_revoked_key_is_refused(directory: Path) -> None:
 GOOD = "k" * 40
 MALFORMED = {
     "no TOML": ("worker-0 =", "TOML as zenps keygen writes it"),
+    "nested too deep": ("a=" + "[" * 9999, "TOML as zenps keygen writes it"),
     "a rank that is too large": (f'server-65536 = "{GOOD}"', "not 'server-65536'"),
     "no UTF-8": (b"\xff\xfe", "TOML as zenps keygen writes it"),
     "unknown name": (f'boss = "{GOOD}"', "not 'boss'"),

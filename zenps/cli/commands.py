@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from zenps.config.settings import Config
 from zenps.config.sources import Loaded, describe, load, rank_from_environment, require_cluster
@@ -61,21 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return SIGNALLED + signal.SIGINT
     except BrokenPipeError:  # the reader of our output is gone
-        _drop_output()
+        _drop(sys.stdout)
         return SIGNALLED + signal.SIGPIPE
     except OSError as error:
-        _drop_output()
+        _drop(sys.stdout)
         _complain(error)
         return FAILED
 
 
-def _drop_output() -> None:
-    """Python flushes stdout once more at exit, which must not fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _drop(stream: TextIO) -> None:
+    """Drops what is written to ``stream``: Python flushes it once more at exit, which must not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _complain(error: Exception) -> None:
-    print("zenps:", *str(error).splitlines(), file=sys.stderr)
+    try:
+        print("zenps:", *str(error).splitlines(), file=sys.stderr)
+    except OSError:  # the exit code still says what happened
+        _drop(sys.stderr)
 
 
 def _load(args: argparse.Namespace) -> Loaded:

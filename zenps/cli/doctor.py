@@ -113,7 +113,7 @@ def _partition(config: Config) -> Check:
     try:
         check_partition(config)
     except ConfigError as error:
-        return _not_found(error)
+        return _no_plugin(error)
     return Check("sync.partition", "ok", name)
 
 
@@ -127,7 +127,7 @@ def _sparsifier(config: Config) -> Check:
     try:
         sparsifier_class(name)
     except ConfigError as error:
-        return _not_found(error)
+        return _no_plugin(error)
     try:
         check_sparsifier(config, scheme_of(config.sync.scheme))
     except ConfigError as error:
@@ -135,8 +135,11 @@ def _sparsifier(config: Config) -> Check:
     return Check("sync.sparsifier", "ok", name)
 
 
-def _not_found(error: ConfigError) -> Check:
-    advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
+def _no_plugin(error: ConfigError) -> Check:
+    if isinstance(error.__cause__, ModuleNotFoundError):
+        advice = "put its folder on PYTHONPATH, unless it lies beside the training script"
+    else:
+        advice = "name another, or mend this one"
     return Check(error.field, "warn", str(error), advice)
 
 

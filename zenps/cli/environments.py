@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket as net
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final
 
 from zenps.config.settings import WEEK_SECONDS, Config
@@ -83,7 +82,7 @@ def environments(
 def _check_keys(config: Config) -> None:
     """Loads the keys of all processes, so that an error is reported once, not by each process."""
     security = config.security
-    if security.secret and not Path(security.secret).is_dir():
+    if security.secret and not os.path.isdir(security.secret):
         raise ConfigError("security.secret", security.secret, "the directory with the secrets of all nodes")
     load_keys(security, "scheduler")
     load_keys(security, "operator")

@@ -32,8 +32,9 @@ _MAX_BYTES: Final = 1 << 16
 
 def options_for(address: str, job: str) -> str:
     """Returns the options of a shell's command line with which ``zenps status`` asks about this job."""
-    options = f"--set cluster.scheduler={address}"
-    return options if job == ClusterConfig().job else f"{options} --set {shlex.quote(f'cluster.job={job}')}"
+    sets = [f"cluster.scheduler={address}"]
+    sets += [] if job == ClusterConfig().job else [f"cluster.job={job}"]
+    return " ".join(f"--set {shlex.quote(item)}" for item in sets)
 
 
 class LocalCluster(msgspec.Struct, frozen=True):

@@ -17,6 +17,9 @@ MAX_LINE_BYTES: Final = 1 << 16
 STALLED_SECONDS: Final = 60.0
 """Output that nobody reads for this long has failed. Applies to streams that do not block."""
 
+MIN_COLUMNS: Final = 20
+"""What a progress bar needs. A terminal of unknown size says that it has 0."""
+
 LOOK_SECONDS: Final = 0.25
 """How often a waiting write checks whether it should go on waiting."""
 
@@ -31,7 +34,8 @@ class Output:
     """stdout and stderr of this process, shared by the processes ``names``.
 
     Attributes:
-        columns: the width beside the prefix if both are a terminal, else None.
+        columns: the width beside the prefix if both are a terminal and it is :data:`MIN_COLUMNS` or more,
+            else None.
         failure: why stdout or stderr cannot be written any more, ``BrokenPipeError`` if its reader is gone.
             Further output is dropped.
     """
@@ -45,7 +49,8 @@ class Output:
         self.failure: OSError | None = None
         self.columns: int | None = None
         if sys.stdout.isatty() and sys.stderr.isatty():
-            self.columns = os.get_terminal_size(sys.stdout.fileno()).columns - self._width - len(" | ")
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns - self._width - len(" | ")
+            self.columns = columns if columns >= MIN_COLUMNS else None
 
     def line(self, name: str, text: bytes, *, is_stderr: bool) -> None:
         """Writes one line, above an unfinished one."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-from zenps.termination import ASK_TO_END
+from zenps.termination import ASK_TO_END, is_ignored
 
 from .exit_codes import SIGNALLED
 
@@ -118,7 +118,7 @@ class Process:
         else:
             out, child_out = os.openpty()
             child_err = child_out
-            termios.tcsetwinsize(child_out, (TERMINAL_ROWS, max(terminal_columns, 1)))
+            termios.tcsetwinsize(child_out, (TERMINAL_ROWS, terminal_columns))
             self.pipes = [Pipe(out, False)]
             # Programs prefer these to the size of their terminal. Ours may be set, as readline does.
             environment = {k: v for k, v in environment.items() if k not in ("COLUMNS", "LINES")}
@@ -234,8 +234,8 @@ def handled_signals(on_signal: Callable[[int], None]) -> Iterator[int]:
     def handle(number: int, _: FrameType | None) -> None:
         on_signal(number)
 
-    # nohup makes a process ignore SIGHUP: leave it so.
-    handled = [n for n in ASK_TO_END if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    # nohup makes a process ignore SIGHUP, and a shell script makes one in the background ignore SIGINT.
+    handled = [n for n in ASK_TO_END if n == signal.SIGTERM or not is_ignored(n)]
     before = {number: signal.signal(number, handle) for number in handled}
     before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
     fd_before = signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)

@@ -16,7 +16,7 @@ import msgspec
 from zenps.config.settings import ClusterConfig, Config
 from zenps.errors import ConfigError, DeadlineError
 from zenps.keys import Keys, load_keys
-from zenps.termination import held_signals
+from zenps.termination import held_signals, is_ignored, signals_that_end
 from zenps.wire.fields import Role
 from zenps.wire.scheduler_messages import Status
 
@@ -61,6 +61,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._guard = Guard()
         self._processes: list[Process] = []
+        self._lines: list[Lines] = []
         self._address = b""
         """The part of its address that the scheduler has written; a complete one ends with a line end."""
         self._code: int | None = None
@@ -73,16 +74,18 @@ class Supervisor:
 
     def run(self) -> int:
         """Starts all processes, waits for their ends, and returns the exit code of the job."""
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-            self._say(
-                "SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends it"
-            )
+        if is_ignored(signal.SIGHUP):
+            how = f"{signals_that_end()} to launch ends it"
+            self._say(f"SIGHUP is ignored, as under nohup: the job goes on; {how}")
         self._start_scheduler()
         while not self._address.endswith(b"\n") and self._code is None:
             self._turn()
         self._start_others()
         while self._left():
             self._turn()
+        # A process that left its group may hold the other end of a pipe, which does not end then.
+        for lines in self._lines:
+            lines.feed(b"")
         return self._code or 0
 
     def close(self) -> None:
@@ -158,6 +161,7 @@ class Supervisor:
             lines.feed(data)
             return bool(data)
 
+        self._lines.append(lines)
         self._selector.register(pipe.fd, selectors.EVENT_READ, read)
 
     # ── running ─────────────────────────────────────────────────────────────────────────────────
@@ -388,4 +392,5 @@ class Supervisor:
         return self._address.decode().strip()
 
     def _say(self, text: str) -> None:
-        self._output.line("launch", text.encode(), is_stderr=True)
+        # The name of a program may be any bytes.
+        self._output.line("launch", text.encode(errors="surrogateescape"), is_stderr=True)

@@ -245,7 +245,8 @@ def _from_file(file: Path | None, environ: Mapping[str, str]) -> _Layer:
         tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # some editors begin with a BOM
     except OSError as error:
         raise ConfigError("file", str(path), f"a readable TOML file ({error.strerror})") from error
-    except ValueError as error:  # tomllib.TOMLDecodeError and UnicodeDecodeError
+    # ValueError: tomllib.TOMLDecodeError and UnicodeDecodeError. RecursionError: it is nested too deep.
+    except (ValueError, RecursionError) as error:
         raise ConfigError("file", str(path), f"TOML: {error}") from error
     layer: _Layer = {}
     for section, table in tree.items():

@@ -20,6 +20,10 @@ from .settings import FIELDS, GIB, KIB, MIB, PARTITIONS, SPARSIFIERS, TIB
 
 _UNITS: Final = {"KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 
+# libzmq takes no other names and zones.
+_NAME: Final = r"[A-Za-z0-9][\w.-]*"
+_IP_ADDRESS: Final = r"[0-9A-Fa-f:.]+(?:%[\w.-]+)?"
+
 
 def checked(name: str, raw: object, source: str) -> object:
     """Parses and checks the value of setting ``name``. Text becomes a number if the setting is one.
@@ -56,7 +60,7 @@ def parse_address(text: str) -> tuple[str, int]:
         ValueError: it is none of these.
     """
     match = re.fullmatch(
-        r"(?:tcp://)?(?:\[([0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text
+        rf"(?:tcp://)?(?:\[({_IP_ADDRESS})\]|({_NAME})):([0-9]{{1,5}})", text, flags=re.ASCII
     )
     if match is None or not 1 <= int(match[3]) <= 65535:
         raise ValueError(f"{text!r}: expected 'host:port' with a port from 1 to 65535")
@@ -114,7 +118,8 @@ def _host(value: str) -> str:
 
 
 def _reachable_host(value: str) -> str:
-    if value in ("*", "0.0.0.0", "::"):
+    form = _IP_ADDRESS if is_ip_address(value) else f"(?:{_NAME})?"
+    if value in ("0.0.0.0", "::") or not re.fullmatch(form, value, flags=re.ASCII):
         raise ValueError(value)
     return _host(value)
 
@@ -177,9 +182,15 @@ _RULES: Final[dict[str, Callable[[Any], object]]] = {
 def _allowed(name: str) -> str:
     kind, meta = FIELDS[name].kind, FIELDS[name].meta
     if name == "cluster.host":
-        return "an address or name by which others reach this machine, or '' to find one"
+        return (
+            "a name of ASCII letters, digits and .-_, or an IP address without brackets, by which others "
+            "reach this machine, or '' to find one"
+        )
     if name == "cluster.scheduler":
-        return "'host:port' with a port from 1 to 65535, or '' for no cluster"
+        return (
+            "'host:port' with a port from 1 to 65535, or '' for no cluster; host is a name of ASCII letters, "
+            "digits and .-_, or an IP address (0.0.0.0: all of this machine)"
+        )
     if _RULES.get(name) is _host:
         return "an address or name of this machine"
     if name in _PLUGINS:

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from zenps.config.settings import LogConfig
+from zenps.termination import is_ignored, signals_that_end
 
 ONCE_KEYS: Final = 1024
 """How many different keys :func:`once` remembers: without a limit an unknown peer could fill the memory."""
@@ -63,9 +64,9 @@ def setup(config: LogConfig, role: str, *, owns_process: bool = False) -> loggin
         logging.root.handlers[:] = [handler]
         logging.captureWarnings(True)
     _log_threads(everyone=owns_process)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        others = "SIGTERM" if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else "SIGTERM or SIGINT"
-        logger.info("SIGHUP is ignored, as under nohup: this process ends with its job, or by %s", others)
+    if is_ignored(signal.SIGHUP):
+        how = "this process ends with its job, or by"
+        logger.info("SIGHUP is ignored, as under nohup: %s %s", how, signals_that_end())
     return logger
 
 

@@ -127,6 +127,7 @@ def bind_router(
     max_message_bytes: int,
     keys: Keys | None = None,
     max_unread: int = MAX_UNREAD_MESSAGES,
+    setting: str = "cluster.scheduler",
 ) -> tuple[Socket, str]:
     """A ROUTER on ``host``, or on all interfaces if others may resolve ``host`` to another address.
 
@@ -135,7 +136,7 @@ def bind_router(
     the peer down (backpressure). Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
-        ConfigError: the port is taken, or ``host`` cannot be resolved.
+        ConfigError: the port is taken, or ``host`` cannot be resolved. It names ``setting``.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
@@ -156,7 +157,8 @@ def bind_router(
         socket.bind(f"tcp://{bracketed(bindable(host))}:{port or '*'}")
     except (zmq.ZMQError, OSError) as error:
         socket.close()
-        raise ConfigError("address", f"{host}:{port}", f"one that can be bound ({error})") from None
+        allowed = f"an address that can be bound ({error})"
+        raise ConfigError(setting, f"{bracketed(host)}:{port}", allowed) from None
     bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     return socket, f"tcp://{bracketed(host)}:{bound_port}"
 

@@ -295,6 +295,11 @@ def test_output_that_cannot_be_written(zenps: Any) -> None:
     assert err == "zenps: [Errno 28] No space left on device\n"
 
 
+def test_a_refusal_that_cannot_be_written_keeps_its_exit_code(zenps: Any) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert zenps("config", "--set", "x=1", stderr=full).returncode == 2
+
+
 def test_output_that_is_closed_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m zenps.cli config >&-"
     done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -432,7 +437,8 @@ def test_failed_job_is_one_line_and_exit_code_1(zenps: Any) -> None:
 def test_taken_port_is_refused(zenps: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert_refused(zenps("scheduler", "--set", f"cluster.scheduler={address}"), address)
+        done = zenps("scheduler", "--set", f"cluster.scheduler={address}")
+        assert_refused(done, f"cluster.scheduler = '{address}'")
 
 
 @pytest.mark.parametrize("descriptor", ["77", str(1 << 32)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import resource
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_sparsifiers() -> None:
     assert (unknown.verdict, unknown.advice[:15]) == ("warn", "put its folder ")
 
 
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("raise RuntimeError('planted')", "RuntimeError: planted"),
+        ("import sys; sys.exit('planted')", "SystemExit: planted"),
+        ("(", "SyntaxError: '(' was never closed"),
+        ("", "AttributeError: module 'boom' has no attribute 'Class'"),
+    ],
+    ids=["error", "exit", "syntax", "class"],
+)
+@pytest.mark.parametrize("setting", ["sync.partition", "sync.sparsifier"])
+def test_a_plugin_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, line: str, reason: str
+) -> None:
+    (tmp_path / "boom.py").write_text(line)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "boom", raising=False)
+    check = examined(f"{setting}=boom:Class")[setting]
+    assert (check.verdict, check.advice) == ("warn", "name another, or mend this one")
+    assert f"(importing it failed: {reason}" in check.found
+
+
 @pytest.mark.parametrize(("backend", "verdict"), [("auto", "warn"), ("native", "fail"), ("torch", "ok")])
 def test_native_kernels_that_were_not_built(
     backend: str, verdict: str, monkeypatch: pytest.MonkeyPatch
@@ -97,6 +120,14 @@ def test_keys(tmp_path: Path) -> None:
     (tmp_path / "keys/operator.secret").chmod(0o644)
     check = examined(*secured)["keys"]
     assert (check.verdict, "chmod 600" in check.found) == ("fail", True)
+
+
+def test_a_secret_of_a_name_that_no_file_has(tmp_path: Path) -> None:
+    generate(tmp_path / "keys", workers=1, servers=1)
+    check = examined(f"security.keys={tmp_path}/keys/keys.toml", f"security.secret={'a' * 300}")["keys"]
+    assert check.verdict == "fail"
+    assert "expected a readable file (File name too long)" in check.found
+    assert check.found.startswith("security.secret = ")
 
 
 def test_torch_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,9 +134,9 @@ def test_every_node_needs_its_secret(tmp_path: Path) -> None:
     assert len(of("cluster.workers=2", *secured)) == 4
     with pytest.raises(ConfigError, match=r"worker-2\.secret"):
         of("cluster.workers=3", *secured)
-    one = f"security.secret={tmp_path}/keys/worker-0.secret"
-    with pytest.raises(ConfigError, match="the directory with the secrets of all nodes"):
-        of(secured[0], one)
+    for other in (f"{tmp_path}/keys/worker-0.secret", "a" * 300):
+        with pytest.raises(ConfigError, match="the directory with the secrets of all nodes"):
+            of(secured[0], f"security.secret={other}")
 
 
 def test_scheduler_of_this_machine_is_accepted() -> None:

@@ -132,12 +132,12 @@ def test_what_a_worker_leaves_behind_ends_with_it(zenps: Any) -> None:
 
 
 def test_program_that_cannot_be_started(zenps: Any, tmp_path: Any) -> None:
-    script = tmp_path / "script"
+    script = tmp_path / os.fsdecode(b"tr\xe4in")  # not UTF-8
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    done = zenps("launch", "--", str(script))
+    done = zenps("launch", "--", str(script), errors="surrogateescape")
     assert done.returncode == 126
-    assert "worker 0 cannot be started" in done.stderr
+    assert f"worker 0 cannot be started: {script}: No such file or directory\n" in done.stderr
     assert "Traceback" not in done.stderr
     assert_nothing_is_left(zenps)
 
@@ -326,23 +326,29 @@ def test_signal_ends_all(zenps: Any, sleepers: Any, number: signal.Signals) -> N
     assert_nothing_is_left(zenps)
 
 
-def test_job_goes_on_under_nohup(zenps: Any) -> None:
-    ignore = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
-    popen = zenps.start(
-        "launch", "--", *PYTHON, "import time; print('up', flush=True); time.sleep(600)", **ignore
-    )
+@pytest.mark.parametrize(
+    ("ignored", "others"),
+    [([signal.SIGHUP], "SIGTERM or SIGINT"), ([signal.SIGHUP, signal.SIGINT], "SIGTERM")],
+    ids=["nohup", "nohup in the background of a script"],
+)
+def test_signals_that_are_ignored_stay_so(zenps: Any, ignored: list[signal.Signals], others: str) -> None:
+    def ignore() -> None:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+    script = "import time; print('up', flush=True); time.sleep(600)"
+    popen = zenps.start("launch", "--", *PYTHON, script, preexec_fn=ignore)
     assert "up" in popen.stdout.readline()
     for pid in (popen.pid, zenps.pid_of("zenps.cli scheduler"), zenps.pid_of("zenps.cli server")):
-        os.kill(pid, signal.SIGHUP)
+        for number in ignored:
+            os.kill(pid, number)
     with pytest.raises(subprocess.TimeoutExpired):
         popen.wait(0.5)
     popen.terminate()
     _, err = popen.communicate(timeout=60)
     assert popen.returncode == 143
-    assert (
-        "launch    | SIGHUP is ignored, as under nohup: the job goes on; SIGTERM or SIGINT to launch ends"
-        in err
-    )
+    how = f"the job goes on; {others} to launch ends it"
+    assert f"launch    | SIGHUP is ignored, as under nohup: {how}\n" in err
     assert_nothing_is_left(zenps)
 
 
@@ -523,6 +529,17 @@ def test_output_is_prefixed_by_stream_and_process(zenps: Any) -> None:
         assert f"{prefix}err {rank}\n" in done.stderr
     assert "scheduler | " in done.stderr
     assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_the_last_line_is_shown_while_a_daemon_holds_the_pipe(zenps: Any) -> None:
+    script = (
+        "import subprocess, sys\nsubprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "sys.stdout.write('final result: 0.5')"
+    )
+    done = zenps("launch", "--", *PYTHON, script)
+    assert done.stdout == "worker 0  | final result: 0.5\n"
+    os.kill(zenps.pid_of("sleep 600"), signal.SIGKILL)
+    eventually(lambda: zenps.processes() == {})
 
 
 def on_a_terminal(zenps: Any, script: str, cues: dict[bytes, Path] | None = None, **environment: str) -> str:

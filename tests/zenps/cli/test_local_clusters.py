@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.zenps.conftest import eventually
-from zenps.cli.local_clusters import LocalCluster, find_cluster, find_clusters, published
+from zenps.cli.local_clusters import LocalCluster, find_cluster, find_clusters, options_for, published
 from zenps.config.settings import ClusterConfig
 from zenps.config.sources import load
 from zenps.errors import ConfigError
@@ -51,6 +51,19 @@ def launched(zenps: Any, *options: str) -> tuple[subprocess.Popen[str], str]:
 def end(popen: subprocess.Popen[str]) -> None:
     popen.terminate()
     popen.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("address", "job", "options"),
+    [
+        ("127.0.0.1:1", "default", "--set cluster.scheduler=127.0.0.1:1"),
+        ("[::1]:1", "default", "--set 'cluster.scheduler=[::1]:1'"),
+        ("[::1]:1", "my job", "--set 'cluster.scheduler=[::1]:1' --set 'cluster.job=my job'"),
+    ],
+)
+def test_options_can_be_pasted_into_a_shell(address: str, job: str, options: str) -> None:
+    """Where brackets are a pattern of file names."""
+    assert options_for(address, job) == options
 
 
 # ── commands ────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zenps.cli import output as outputs
-from zenps.cli.output import MAX_LINE_BYTES, Lines, Output
+from zenps.cli.output import MAX_LINE_BYTES, MIN_COLUMNS, Lines, Output
 
 
 class Record(Output):
@@ -87,11 +87,11 @@ def test_prefixes_are_aligned(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @contextlib.contextmanager
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bytes]]:
-    """stdout and stderr are a terminal of 80 columns. Yields what returns all that has come there since."""
+def on_terminal(monkeypatch: pytest.MonkeyPatch, columns: int = 80) -> Iterator[Callable[[], bytes]]:
+    """stdout and stderr are a terminal. Yields what returns all that has come there since."""
     master, slave = os.openpty()
     tty.setraw(slave)  # line ends come as they are written
-    termios.tcsetwinsize(slave, (24, 80))
+    termios.tcsetwinsize(slave, (24 if columns else 0, columns))
 
     def shown() -> bytes:
         # Linux hands bytes over to the other end later, several writes perhaps one by one.
@@ -123,6 +123,20 @@ def test_a_terminal_shows_an_unfinished_line_below_all_others(monkeypatch: pytes
         assert shown() == b"\r\x1b[Klaunch   | y\n"
         output.close()
         assert shown() == b"\x1b[?25h"
+
+
+@pytest.mark.parametrize("columns", [0, 5, len("worker 0 | ") + MIN_COLUMNS - 1])
+def test_a_terminal_of_unknown_or_little_width_shows_whole_lines_alone(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    """One of unknown width is that of `script` where nobody has a terminal, as in a job of cron."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    with on_terminal(monkeypatch, columns) as shown:
+        output = Output(["launch", "worker 0"])
+        assert output.columns is None
+        output.line("launch", b"x", is_stderr=True)
+        output.close()
+        assert shown() == b"launch   | x\n"
 
 
 def test_prefixes_have_colours_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "sync.consistency": "ssp",
     }
     other |= {"kernels.backend": "torch", "sync.scheme": "zen", "sync.values": "int8", "sync.density": "0.5"}
+    other |= {"cluster.host": "fe80::1%br-lan.7"}
     for name, field in FIELDS.items():
         text = other.get(name) or ("h:1" if field.kind is str else "16777216" if "_bytes" in name else "2")
         variable = "ZENPS_" + name.replace(".", "_").upper()
@@ -121,7 +122,11 @@ class TestFile:
         )
         assert "absent.toml" in refusal(environ={"ZENPS_CONFIG": "absent.toml"})
 
-    @pytest.mark.parametrize("content", [b"[cluster", b"\xff\xfe", b"workers == 2"])
+    @pytest.mark.parametrize(
+        "content",
+        [b"[cluster", b"\xff\xfe", b"workers == 2", b"a=" + b"[" * 9999],
+        ids=["open", "no UTF-8", "two signs", "nested too deep"],
+    )
     def test_not_toml(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "zenps.toml").write_bytes(content)
         assert refusal().startswith("file = 'zenps.toml': expected TOML: ")
@@ -210,6 +215,12 @@ class TestUnknownKeys:
         assert load(environ={"ZENPSX": "1", "DMLC_ROLE": "worker", "RANK": "x"}).config == Config()
 
 
+REACHABLE = (
+    "a name of ASCII letters, digits and .-_, or an IP address without brackets, by which others reach this "
+    "machine, or '' to find one"
+)
+
+
 @pytest.mark.parametrize(
     ("item", "allowed"),
     [
@@ -226,9 +237,15 @@ class TestUnknownKeys:
         ("cluster.max_message_bytes=1 parsec", "an integer from 64KiB to 2GiB, such as 8388608 or '8MiB'"),
         ("cluster.job=", "a string of 1 to 64 printable characters"),
         ("cluster.job=a\x1b[2Jb", "a string of 1 to 64 printable characters"),
-        ("cluster.host=0.0.0.0", "an address or name by which others reach this machine, or '' to find one"),
-        ("cluster.host=::", "an address or name by which others reach this machine, or '' to find one"),
-        ("cluster.host=n..lan", "an address or name by which others reach this machine, or '' to find one"),
+        ("cluster.host=0.0.0.0", REACHABLE),
+        ("cluster.host=::", REACHABLE),
+        ("cluster.host=n..lan", REACHABLE),
+        ("cluster.host=*", REACHABLE),
+        ("cluster.host=[::1]", REACHABLE),
+        ("cluster.host=a:80", REACHABLE),
+        ("cluster.host=tcp://a", REACHABLE),
+        ("cluster.host=ü.de", REACHABLE),
+        ("cluster.host=fe80::1%ü", REACHABLE),
         ("metrics.host=node..lan", "an address or name of this machine"),
         (f"status.host={'x' * 64}.lan", "an address or name of this machine"),
         ("sync.granule=48", "a power of two from 1 to 256"),
@@ -421,6 +438,7 @@ class TestScheduler:
             ("tcp://10.0.0.1:1", "10.0.0.1", 1, "10.0.0.1:1"),
             ("[::1]:65535", "::1", 65535, "[::1]:65535"),
             ("tcp://[fe80::1%eth0]:80", "fe80::1%eth0", 80, "[fe80::1%eth0]:80"),
+            ("my_node-7.lan.:80", "my_node-7.lan.", 80, "my_node-7.lan.:80"),
             ("[fe80::1%br-lan.7]:80", "fe80::1%br-lan.7", 80, "[fe80::1%br-lan.7]:80"),
         ],
     )
@@ -442,12 +460,21 @@ class TestScheduler:
             "h:1/x",
             "h h:1",
             "h:９",
+            "*:9000",
+            "a,b:5",
+            "a@b:5",
+            "a'b:5",
+            "-x:5",
+            "_x:5",
+            "ü.de:80",
+            "٣:5",
+            "[fe80::1%ü]:80",
         ],
     )
     def test_refused(self, text: str) -> None:
-        assert "expected 'host:port' with a port from 1 to 65535" in refusal(
-            sets=[f"cluster.scheduler={text}"]
-        )
+        line = refusal(sets=[f"cluster.scheduler={text}"])
+        assert "expected 'host:port' with a port from 1 to 65535" in line
+        assert "0.0.0.0: all of this machine" in line
 
 
 class TestBytePSVariables:
