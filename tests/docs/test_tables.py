@@ -277,6 +277,15 @@ def test_pauses(title: str, event: str, digits: int) -> None:
     assert [title, str(pause["count"]), *times] in shown("reliability.md")
 
 
+def test_the_death_of_a_server_beside_a_step() -> None:
+    pauses = results("chaos.json")["pauses"]
+    killed, step = pauses["SIGKILL"], pauses["nothing"]["p50_seconds"]
+    assert (
+        f"usually costs about {killed['p50_seconds'] / step:.0f} steps ({killed['p50_seconds']:.3f} s; a step "
+        f"takes {step:.3f} s), and at most {killed['most_seconds']:.2f} s here"
+    ) in page("reliability.md")
+
+
 def test_lost_workers() -> None:
     losses = {(each["system"], each["signal"]): each["survivors"] for each in results("chaos.json")["losses"]}
     for signal, gloo in (
