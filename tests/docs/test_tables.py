@@ -381,8 +381,9 @@ def test_balance_on_loopback() -> None:
 
 def test_latency_on_loopback() -> None:
     blocks: dict[int, list[Found]] = {}
-    for each in results("loopback-700001x48.json")["measurements"]:
-        blocks.setdefault(each["workers"], []).append(each["block"]["small"])
+    for name in ("loopback-700001x48.json", "loopback-500000x32.json"):
+        for each in results(name)["measurements"]:
+            blocks.setdefault(each["workers"], []).append(each["block"]["small"])
 
     def milliseconds(workers: int, way: str, which: str) -> list[float]:
         return [1000 * block[way][f"{which}_seconds"] for block in blocks[workers]]
