@@ -221,14 +221,32 @@ def test_quantized_values(form: str) -> None:
     assert [f"`{form}`", *losses, f"{kept['bytes_ratio']:.2f}"] in shown("schemes.md")
 
 
-def test_a_step_in_bfloat16_between_hosts() -> None:
-    took = {
-        (each["workload"], each["workers"], each["scheme"]): median(each["seconds"])
+def step_seconds_between_hosts() -> dict[tuple[str, int, float, str], float]:
+    """By workload, hosts, Mbit/s and scheme."""
+    return {
+        (each["workload"], each["workers"], each["mbit"], each["scheme"]): median(each["seconds"])
         for each in results("net.json")["measurements"]
-        if each["mbit"] == 50
     }
+
+
+def test_auto_between_hosts() -> None:
+    took = step_seconds_between_hosts()
+    exchanged, owned = list[float](), list[float]()
+    for workload, hosts, mbit, scheme in took:
+        if scheme == "auto":
+            own, peers, auto = (took[workload, hosts, mbit, name] for name in ("zenps", "agsparse", "auto"))
+            (exchanged if peers < own else owned).append(own / auto)
+            assert (peers < own) == (hosts == 2 and workload != "opt")
+    text = page("schemes.md")
+    assert f"takes {min(exchanged):.2f} to {max(exchanged):.2f} times as long as one of `auto`" in text
+    differ = max(max(each, 1 / each) for each in owned) - 1
+    assert f"the two differ by at most {100 * differ:.0f} %" in text
+
+
+def test_a_step_in_bfloat16_between_hosts() -> None:
+    took = step_seconds_between_hosts()
     times = [
-        took[workload, hosts, "zenps"] / took[workload, hosts, "zenps-bfloat16"]
+        took[workload, hosts, 50, "zenps"] / took[workload, hosts, 50, "zenps-bfloat16"]
         for workload in ("lstm", "deepfm", "nmt")
         for hosts in (2, 4)
     ]
