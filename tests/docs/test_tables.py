@@ -186,7 +186,6 @@ def test_density(title: str, way: str, digits: int) -> None:
         ("`topk`", "topk"),
         ("`dgc`", "dgc"),
         ("`threshold`", "threshold"),
-        ("`exdyna`, with its counts", "exdyna and its counts"),
     ],
 )
 def test_selection(title: str, way: str) -> None:
@@ -197,9 +196,30 @@ def test_selection(title: str, way: str) -> None:
     assert expected in shown("sparsifiers.md")
 
 
-def test_selection_by_torch() -> None:
-    took = [1000 * run["topk_seconds"] for run in results("selection.json")["runs"]]
-    assert ["`torch.topk`", *(f"{each:.1f}" for each in took)] in shown("sparsifiers.md")
+@pytest.mark.parametrize(
+    ("title", "way"),
+    [
+        ("`exdyna`, from an eighth", "exdyna"),
+        ("`exdyna`, from an eighth, with its counts", "exdyna and its counts"),
+    ],
+)
+def test_selection_from_an_eighth(title: str, way: str) -> None:
+    measured = results("selection.json")
+    assert measured["world"] == 8
+    expected = [title]
+    for run in measured["runs"]:
+        seconds = run["seconds"][way]
+        expected.append(f"{1000 * seconds:.2f}, {run['part_topk_seconds'] / seconds:.1f} ×")
+    assert expected in shown("sparsifiers.md")
+
+
+@pytest.mark.parametrize(
+    ("title", "key", "digits"),
+    [("`torch.topk`", "topk_seconds", 1), ("`torch.topk`, from an eighth", "part_topk_seconds", 2)],
+)
+def test_selection_by_torch(title: str, key: str, digits: int) -> None:
+    took = [1000 * run[key] for run in results("selection.json")["runs"]]
+    assert [title, *(f"{each:.{digits}f}" for each in took)] in shown("sparsifiers.md")
 
 
 def test_selection_on_a_gpu() -> None:
