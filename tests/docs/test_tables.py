@@ -100,6 +100,15 @@ def test_steps_with_a_delay_and_in_racks() -> None:
     assert f"the network takes, {measured['delayed'][0]['compute_seconds']:.2f} s" in page("consistency.md")
 
 
+@pytest.mark.parametrize(
+    ("name", "measured"), [("consistency.md", "consistency.json"), ("sparsifiers.md", "finetune.json")]
+)
+def test_times_with_long_packets_in_the_queues_are_marked(name: str, measured: str) -> None:
+    """A run that records how links were shaped is one of after the queues were mended."""
+    is_marked = "when a full queue of the testbed still dropped packets of up to 64 KiB whole" in page(name)
+    assert is_marked == (results(measured).get("links") is None)
+
+
 # ── sparsifiers.md ──────────────────────────────────────────────────────────────────────────────
 
 
