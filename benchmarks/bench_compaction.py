@@ -66,6 +66,9 @@ class Result(msgspec.Struct):
     over_floor: float
     gb_per_second: float
     rows_out: int
+    wall_p50_ms: float | None = None
+    """With all that the host does; the other times hide launches before a wait. None in a file of before this
+    was recorded."""
 
 
 class Report(msgspec.Struct):
@@ -191,22 +194,25 @@ def measure(bench: Bench, case: Case) -> Iterator[Result]:
     for way, run in plan.ways.items():
         times = bench.milliseconds(run)
         p50, p95 = statistics.median(times), times[math.ceil(0.95 * len(times)) - 1]
+        wall_p50 = statistics.median(bench.wall_milliseconds(run))
         yield Result(
             case._asdict(), way, p50, p95, plan.floor_bytes, floor_ms, p50 / floor_ms,
-            plan.floor_bytes / p50 / 1e6, plan.rows_out,
+            plan.floor_bytes / p50 / 1e6, plan.rows_out, wall_p50,
         )  # fmt: skip
 
 
 def tabulate(results: Sequence[Result]) -> Table:
     """All results, a section for each case."""
-    table = Table("case", "way", "p50 ms", "p95 ms", "floor ms", "× floor", "GB/s")
+    table = Table("case", "way", "p50 ms", "p95 ms", "floor ms", "× floor", "GB/s", "p50 ms with the host")
     previous = None
     for result in results:
         case = ", ".join(f"{name} {value}" for name, value in result.case.items())
         if case != previous:
             table.add_section()
         numbers = (result.p50_ms, result.p95_ms, result.floor_ms, result.over_floor, result.gb_per_second)
-        table.add_row("" if case == previous else case, result.way, *(f"{number:.3g}" for number in numbers))
+        wall = "" if result.wall_p50_ms is None else f"{result.wall_p50_ms:.3g}"
+        shown = "" if case == previous else case
+        table.add_row(shown, result.way, *(f"{number:.3g}" for number in numbers), wall)
         previous = case
     return table
 

@@ -17,6 +17,8 @@ import numpy as np
 from consistency_worker import Case, Curve
 from hosts import why_not_here
 from matplotlib.figure import Figure
+from net_report import Links, describe_links, find_commit
+from net_worker import UNKNOWN
 from pace_worker import Case as PaceCase
 from pace_worker import Pace
 from rich.console import Console
@@ -104,6 +106,9 @@ class Report(msgspec.Struct):
     runs: list[Run]
     delayed: list[Speed]
     racked: list[Speed]
+    links: Links | None = None
+    """Of the hosts; None if they were not timed, and in a file of before this was recorded."""
+    commit: str = UNKNOWN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uplink-mbit", type=float, default=25.0, metavar="X", help="of each of two racks")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "consistency.json")
     options = parser.parse_args(arguments)
-    console = Console(stderr=True)
+    console, commit = Console(stderr=True), find_commit()
     chosen = {way for each in WAYS if each.name in options.ways for way in (each, base_of(each))}
     runs = [
         train(way, options.steps, options.seeds)
@@ -131,13 +136,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     delayed: list[Speed] = []
     racked: list[Speed] = []
+    links: Links | None = None
     reason = "--untimed" if options.untimed else why_not_here()
     if reason:
         console.print(f"not timed: {reason}")
     else:
         delayed, racked = time_delays(options, console), time_racks(options, console)
+        links = describe_links()
     about = WORKERS, options.steps, options.elements, options.mbit, options.uplink_mbit, JITTER
-    report = Report(*about, find_versions(), runs, delayed, racked)
+    report = Report(*about, find_versions(), runs, delayed, racked, links, commit)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.encode(report) + b"\n")
     plot(report, options.json.with_suffix(".png"))

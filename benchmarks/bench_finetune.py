@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from density_worker import Case, Curve
 from matplotlib.figure import Figure
+from net_report import Links, describe_links, find_commit
+from net_worker import UNKNOWN
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -66,6 +68,9 @@ class Report(msgspec.Struct):
     parameters: int
     versions: dict[str, str]
     runs: list[Run]
+    links: Links | None = None
+    """None in a file of before this was recorded."""
+    commit: str = UNKNOWN
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--elements", type=int, default=10_000_000, metavar="N", help="of the gradient")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "out" / "finetune.json")
     options = parser.parse_args(arguments)
-    console = Console(stderr=True)
+    console, commit = Console(stderr=True), find_commit()
     step_seconds = {
         way: time_steps(way, options.hosts, options.mbit, options.elements)
         for way in track(STEP_WAYS, "Timing", console=console, transient=True)
@@ -89,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run, parameters = train(way, options.hosts, options.mbit, options.seconds)
         runs.append(run)
     about = options.hosts, options.mbit, options.seconds, options.elements
-    report = Report(*about, step_seconds, parameters, find_versions(), runs)
+    report = Report(*about, step_seconds, parameters, find_versions(), runs, describe_links(), commit)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.encode(report) + b"\n")
     plot(runs, options.json.with_suffix(".png"))

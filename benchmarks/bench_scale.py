@@ -11,7 +11,7 @@ import argparse
 import math
 import socket as net
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -71,7 +71,7 @@ class Server(msgspec.Struct):
     tick_seconds: float
     """With one round open, twice a second."""
     look_seconds: float
-    """A look at the connections of all workers for messages without end."""
+    """A look for messages without end: one connection is asked as often as there are workers."""
 
 
 class Size(msgspec.Struct):
@@ -239,17 +239,17 @@ python benchmarks/bench_scale.py --json benchmarks/results/scale.json --docs doc
 """
 
 GROWTH = """
-The scheduler's work for one message is the same in a job of any size, so its work in a lease grows
-with the number of nodes n. Only a barrier's messages look at all earlier arrivals. A change of
+A heartbeat takes the scheduler {heartbeat} µs in these jobs, so its work in a lease grows with the
+number of nodes n. Only a barrier's messages look at all earlier arrivals. A change of
 members sends the view, which names all nodes, to each of them. The view is encoded once for servers and
 once for workers: encoding grows with n, and the bytes on the network with n².
 
-A server's work for one push, and for one answer, does not depend on the number of workers. A round has
-a push of each worker, so its work and its bytes grow with the number of workers. A tick, here with one
-round open, looks through the workers for one round only; for each other round it takes some microseconds,
-however many workers there are. A look for messages
-without end asks the kernel about each connection, ten times a second; where that would take more than
-{share:.0%} of the server's thread, looks come less often.
+From {first} to {last} workers, one push takes a server {push} µs, and one answer {answer} µs.
+A round has a push of each worker, so its work and its bytes grow with the number of workers. A
+tick, here with one round open, looks through the workers for one round only; for each other round it takes
+some microseconds, however many workers there are. A look for messages without end asks the kernel about
+each connection, ten times a second; where that would take more than {share:.0%} of the server's thread,
+looks come less often. Here one connection was asked as often as there are workers.
 """
 
 NEEDS = """
@@ -278,7 +278,15 @@ def page(report: Report) -> str:
     machine = f"{report.machine.cpu}, Python {report.versions['python']}"
     parts = [HEAD.format(first=sizes[0].workers, last=largest.workers, machine=machine)]
     parts += ["\n## Scheduler\n\n", table(SCHEDULER, sizes), "\n## Server\n\n", table(SERVER, sizes)]
-    parts += [GROWTH.format(share=MAX_SHARE), NEEDS.format(lease=LEASE_SECONDS), "\n", table(NEEDED, sizes)]
+    growth = GROWTH.format(
+        share=MAX_SHARE,
+        first=sizes[0].workers,
+        last=largest.workers,
+        heartbeat=between(size.scheduler.heartbeat_seconds for size in sizes),
+        push=between(size.server.push_seconds for size in sizes),
+        answer=between(size.server.reply_seconds for size in sizes),
+    )
+    parts += [growth, NEEDS.format(lease=LEASE_SECONDS), "\n", table(NEEDED, sizes)]
     view, status = mega(largest.scheduler.view_bytes), mega(largest.scheduler.status_bytes)
     parts += [LIMITS.format(view=view, status=status)]
     parts += ["\nThe data: [scale.json](../benchmarks/results/scale.json).\n"]
@@ -308,6 +316,12 @@ def milli(seconds: float) -> str:
 def micro(seconds: float) -> str:
     """Microseconds."""
     return f"{1e6 * seconds:.2g} µs"
+
+
+def between(seconds: Iterable[float]) -> str:
+    """The least and the greatest of some times, in microseconds."""
+    times = [1e6 * each for each in seconds]
+    return f"{min(times):.2g} to {max(times):.2g}"
 
 
 def mega(count: float) -> str:

@@ -42,16 +42,27 @@ class Bench:
             run()
         return sorted(self._time_once(run, reset) for _ in range(self._repeats))
 
+    def wall_milliseconds(self, run: Callable[[], object]) -> list[float]:
+        """The times of all repetitions, sorted, from an idle device to the next: with what the host does."""
+        for _ in range(self._warm_ups):
+            run()
+        return sorted(self._time_wall_once(run) for _ in range(self._repeats))
+
+    def _time_wall_once(self, run: Callable[[], object]) -> float:
+        self._flush_cache()
+        self._synchronize()
+        begin = time.perf_counter()
+        run()
+        self._synchronize()
+        return (time.perf_counter() - begin) * 1000
+
     def _time_once(self, run: Callable[[], object], reset: Callable[[], object]) -> float:
         reset()
-        self._flush.zero_()
         if self.device.type != "cuda":
-            begin = time.perf_counter()
-            run()
-            return (time.perf_counter() - begin) * 1000
-        # A read, so that no dirty cache lines are written back while the clock runs; and a head start, in
-        # which the host enqueues everything: otherwise the host would be timed.
-        self._flush.amax()
+            return self._time_wall_once(run)
+        self._flush_cache()
+        # A head start, in which the host enqueues everything: otherwise the host would be timed. A way that
+        # waits for the device has spent it, and what its host does afterwards is timed.
         torch.cuda._sleep(HEAD_START_CYCLES)
         begins, ends = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begins.record()
@@ -59,6 +70,16 @@ class Bench:
         ends.record()
         ends.synchronize()
         return float(begins.elapsed_time(ends))
+
+    def _flush_cache(self) -> None:
+        if self.device.type == "cuda":
+            self._flush.zero_()
+            # A read, so that no dirty cache lines are written back while the clock runs.
+            self._flush.amax()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _measure_bandwidth(self, size: int) -> float:
         """The best of reading (a maximum) and of copying, in bytes per second."""

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
-from hosts import BURST_BYTES, congestion_control
+from hosts import BURST_BYTES, PACKET_SEGMENTS, congestion_control
 from matplotlib.figure import Figure
 from net_costs import expect
 from net_worker import BFLOAT16, GLOO, UNKNOWN, Measurement, Task
@@ -26,11 +26,17 @@ MARKERS: Final = ("o-", "s-", "^-", "D-", "v-", "P-", "X-", "<-", ">-", "*-", "h
 
 
 class Links(msgspec.Struct):
-    """The shaping of links, apart from their speed."""
+    """The shaping of links, apart from their speed.
+
+    Attributes:
+        packet_segments: the most segments of a packet that a full queue drops whole; None in a file of before
+            this was recorded.
+    """
 
     shaper: str
     burst_bytes: int
     congestion_control: str
+    packet_segments: int | None = None
 
 
 CONDITIONS: Final = ("machine", "links", "versions", "scale", "steps", "sets")
@@ -132,7 +138,7 @@ class Sheet(NamedTuple):
 
 def describe_links() -> Links:
     """The shaping of links on this machine."""
-    return Links("tbf", BURST_BYTES, congestion_control())
+    return Links("tbf", BURST_BYTES, congestion_control(), PACKET_SEGMENTS)
 
 
 def find_commit() -> str:

@@ -30,6 +30,13 @@ def test_without_a_gpu_nothing_is_measured(main: object, capsys: pytest.CaptureF
     assert "expected a CUDA device, found none" in capsys.readouterr().err
 
 
+def test_the_host_is_timed_too() -> None:
+    bench = Bench(torch.device("cpu"), HostLauncher())
+    results = list(bench_compaction.measure(bench, bench_compaction.TINY[0]))
+    assert len(results) == 4
+    assert all(result.wall_p50_ms is not None and result.wall_p50_ms > 0 for result in results)
+
+
 def test_each_repetition_selects_a_hundredth() -> None:
     torch.manual_seed(1)
     bench = Bench(torch.device("cpu"), HostLauncher())

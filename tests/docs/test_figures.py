@@ -71,9 +71,12 @@ def test_the_readme_s_loopback_is_what_was_measured() -> None:
     for workers in (2, 8):
         took, _ = measured[workers, "memory", 1]
         own, dense = took.pop("zenps"), took["gloo dense"]
-        name = f"loopback, 700 001 × 48, {workers} workers"
+        name = f"one host, 700 001 × 48, {workers} workers"
         times = [f"{own:.0f}", f"{min(took.values()):.0f}", "", f"{dense:.0f}"]
         assert [name, *times, f"{dense / own:.1f} ×"] in rows
+    few, many = (measured[workers, "tcp", 1][1] for workers in (2, 8))
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"takes {few:.2f} and {many:.2f} × as long as ZenPS by TCP" in text
 
 
 @pytest.mark.parametrize("name", ["loopback-700001x48.json", "loopback-500000x32.json"])
