@@ -27,7 +27,6 @@ POOL = BufferPool(0)
 CACHES: tuple[functools._lru_cache_wrapper[object], ...] = (
     library.open_library,
     library.native_library,
-    bits._bits,
     factory._warn_once,
 )
 
