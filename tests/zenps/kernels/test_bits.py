@@ -1,16 +1,15 @@
-"""Bitmaps and tables: C gives what NumPy and torch do, and writes nothing outside its buffers."""
+"""Bitmaps: C gives what NumPy does, and writes nothing outside its buffers."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zenps.kernels.native_library import build_native
 from zenps.errors import ProtocolError
-from zenps.kernels.native import bits, tables
+from zenps.kernels.native import bits
 from zenps.kernels.native.bits import mark_bits, set_bits
 from zenps.kernels.native.library import load_library
 
@@ -75,30 +74,3 @@ def test_padding_has_no_numbers(monkeypatch: pytest.MonkeyPatch, library: object
     assert len(mark_bits(np.array([bits_in_all - 1], np.int64), bits_in_all)) == -(-bits_in_all // 8)
     with pytest.raises(IndexError):
         mark_bits(np.array([bits_in_all], np.int64), bits_in_all)
-
-
-@pytest.mark.parametrize("granule_bits", [0, 3])
-def test_a_table_is_looked_up_as_torch_does(monkeypatch: pytest.MonkeyPatch, granule_bits: int) -> None:
-    monkeypatch.setattr(tables, "native_library", lambda: LIBRARY)
-    granule, granules = 1 << granule_bits, 40
-    table = torch.randperm(granules, dtype=torch.int32, generator=torch.Generator().manual_seed(1))
-    table[7] = 2**31 - 1
-    numbers = torch.randint(0, granules * granule, (500,), generator=torch.Generator().manual_seed(2))
-    found = tables.look_up(table, granule_bits, granules * granule, numbers)
-    assert found is not None
-    assert torch.equal(found, table[numbers // granule].long() * granule + numbers % granule)
-    nothing = tables.look_up(table, granule_bits, granules * granule, numbers[:0])
-    assert nothing is not None
-    assert nothing.shape == (0,)
-
-
-@pytest.mark.parametrize("number", [-1, 39, 40, 2**63 - 1, -(2**63)])
-def test_a_number_outside_a_table_is_not_looked_up(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(tables, "native_library", lambda: LIBRARY)
-    table = torch.arange(20, dtype=torch.int32)
-    assert tables.look_up(table, 1, 39, torch.tensor([38, number, 0])) is None
-
-
-def test_nothing_is_looked_up_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "native_library", lambda: None)
-    assert tables.look_up(torch.arange(20, dtype=torch.int32), 0, 20, torch.tensor([3])) is None
