@@ -25,7 +25,7 @@ from zenps.config.sources import (
     require_cluster,
     restarts_from_environment,
 )
-from zenps.config.values import checked, format_bytes, parse_address
+from zenps.config.values import checked, format_address, format_bytes, parse_address
 from zenps.errors import ConfigError, UnknownKeyError
 from zenps.partition.strategies.registry import strategy_names
 from zenps.sparsifiers.registry import sparsifier_names
@@ -426,6 +426,7 @@ class TestScheduler:
     )
     def test_forms(self, text: str, host: str, port: int, plain: str) -> None:
         assert parse_address(text) == (host, port)
+        assert format_address(host, port) == plain
         assert load(environ={"ZENPS_CLUSTER_SCHEDULER": text}).config.cluster.scheduler == plain
 
     @pytest.mark.parametrize(
