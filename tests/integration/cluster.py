@@ -255,7 +255,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """One more worker, which calls ``function(*args)`` between ``init()`` and ``shutdown()``."""
         variables = {} if rank is None else {"RANK": str(rank)}
         variables |= {
-            "ZENPS_" + name.replace(".", "_").upper(): str(value)
+            config.variable_of(name): str(value)
             for name, value in {**self._settings, **(settings or {})}.items()
         }
         variables |= environ or {}

@@ -24,6 +24,7 @@ from zenps.config.sources import (
     rank_from_environment,
     require_cluster,
     restarts_from_environment,
+    variable_of,
 )
 from zenps.config.values import checked, format_address, format_bytes, parse_address
 from zenps.errors import ConfigError, UnknownKeyError
@@ -578,4 +579,4 @@ def test_describe() -> None:
 
 
 def test_reserved_variables_are_no_settings() -> None:
-    assert not config_module.RESERVED & {"ZENPS_" + name.replace(".", "_").upper() for name in FIELDS}
+    assert not config_module.RESERVED & set(map(variable_of, FIELDS))
