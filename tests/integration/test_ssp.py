@@ -22,6 +22,7 @@ from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, a
 from tests.integration.embedding_model import (
     OPTIMIZERS,
     Model,
+    assert_bits,
     assert_same,
     loss_of,
     make_model,
@@ -93,11 +94,6 @@ def train_in_one_process(name: str, staleness: int, ranks: int, steps: int = STE
     while waiting:
         apply()
     return before, state_of(model)
-
-
-def assert_bits(states: list[State]) -> None:
-    for state in states[1:]:
-        assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=LONG), RANKS])
