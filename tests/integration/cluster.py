@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing as mp
 import os
-import socket as net
 import sys
 import tempfile
 import time
@@ -155,13 +154,6 @@ class Process:
         """As ``kill -9``."""
         self._process.kill()
         self._process.join(DEADLINE_SECONDS)
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens on."""
-    with net.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster(contextlib.AbstractContextManager["Cluster"]):
