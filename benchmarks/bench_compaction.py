@@ -104,8 +104,8 @@ def plan_of(bench: Bench, case: Case) -> Plan:
         return place_rows(launcher, device_layout, ids)
 
     ours: dict[str, Callable[[], DeviceRows]] = {
-        "sort_compact": lambda: sort_compact(launcher, positions(), values, size),
-        "bitmap_compact": lambda: bitmap_compact(launcher, positions(), values, size),
+        "sort_compact": lambda: sort_compact(launcher, positions(), values, size).summed(),
+        "bitmap_compact": lambda: bitmap_compact(launcher, positions(), values, size).summed(),
     }
     unique, inverse = positions().long().unique(return_inverse=True)
     expected = Expected(unique, *exact_sums(inverse, values, len(unique)))

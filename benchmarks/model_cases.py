@@ -139,8 +139,8 @@ def _rows(way: str, dtype: torch.dtype, is_far: bool, size: Size) -> Prepared:
         header = Header(cuts, report, torch.empty(words, dtype=torch.int64, device=device))
         positions = place_rows(launcher, device_layout, ids, header.scratch)
         if in_bitmap:
-            return bitmap_compact(launcher, positions, values, slots, header)
-        return sort_compact(launcher, positions, values, sorted_size, header)
+            return bitmap_compact(launcher, positions, values, slots, header).summed()
+        return sort_compact(launcher, positions, values, sorted_size, header).summed()
 
     written = unique * (row_bytes + device_layout.position_dtype.itemsize)
     return Prepared(run, values.numel(), ids.nbytes + values.nbytes + written)

@@ -24,7 +24,7 @@ from typing import Final
 from hosts import Host, Hosts, why_no_delay, why_not_here
 
 from zenps.cli.launch import launch
-from zenps.config.sources import load
+from zenps.config.sources import load, variable_of
 from zenps.errors import ConfigError, ZenPSError
 
 SCHEDULER_PORT: Final = 9100
@@ -117,9 +117,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> int:
         print(f"testbed: ip netns exec {head.namespace} CMD runs CMD on {head.name}", file=sys.stderr)
         sets.append(f"cluster.scheduler={head.ipv4()}:{SCHEDULER_PORT}")
         given = dict(item.split("=", 1) for item in sets)
-        environment = os.environ | {
-            "ZENPS_" + name.replace(".", "_").upper(): value for name, value in given.items()
-        }
+        environment = os.environ | {variable_of(name): value for name, value in given.items()}
         if options.config is not None:
             environment["ZENPS_CONFIG"] = str(options.config.resolve())
         config = load(environ=environment).config

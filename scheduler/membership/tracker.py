@@ -227,8 +227,9 @@ class Membership:
     def server_address(self, peer: bytes) -> str:
         """Returns the address of the data socket of a server that is a member; empty for any other peer."""
         node = self._job.members.get(peer)
-        is_member = node is not None and node.role == "server" and node.state in ("present", "leaving")
-        return node.register.address if node is not None and is_member else ""
+        if node is None or node.role != "server" or node.state not in ("present", "leaving"):
+            return ""
+        return node.register.address
 
     def name_of(self, peer: bytes) -> str:
         """Returns the name of a registered peer, such as ``worker-3``; empty for any other peer."""

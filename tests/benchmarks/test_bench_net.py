@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks.hosts import NAMESPACES
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 BENCHMARK = ROOT / "benchmarks" / "bench_net.py"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
 
 import zenps as zps
+from tests import waiting
 from tests.integration.cluster import Cluster
 from zenps.config.settings import StatusConfig
 from zenps.partition.ring import rebalance
@@ -29,6 +31,8 @@ SLOW_RANK = 2
 
 PATHS = ("", "page.css", "page.js", "status.json")
 """All that the page may ask for."""
+
+eventually = functools.partial(waiting.eventually, seconds=DEADLINE_SECONDS, pause_seconds=0.1)
 
 
 def train(stop: Path) -> int:
@@ -56,13 +60,6 @@ def texts(browser: Chrome, selector: str) -> list[str]:
     script = "return [...document.querySelectorAll(arguments[0])].map((element) => element.innerText)"
     found: list[str] = browser.execute_script(script, selector)
     return found
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.1)
 
 
 def ring(browser: Chrome) -> str:

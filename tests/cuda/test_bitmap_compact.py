@@ -22,7 +22,7 @@ def integers(count: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Ten
 
 def check(launcher: HostLauncher, positions: Tensor, values: Tensor, size: int) -> None:
     """Against sums of integers, which are the same in any order."""
-    got = bitmap_compact(launcher, positions, values, size)
+    got = bitmap_compact(launcher, positions, values, size).summed()
     unique, inverse = positions.unique(return_inverse=True)
     sums = torch.zeros(len(unique), values.shape[1], dtype=torch.float64)
     sums.index_add_(0, inverse, values.double())
@@ -74,14 +74,14 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, begin: i
     positions = begin + torch.randint(0, 1000, (1025,))
     cuts = torch.tensor([0, 1, 500, 65_536, 65_537, 70_500, 131_072, 139_500, 139_999, 140_000])
     header = header_of(launcher.guarded(cuts), bitmap_scratch_words(140_000))
-    bitmap_compact(launcher, positions.to(position), torch.ones(1025, 1), 140_000, header)
+    bitmap_compact(launcher, positions.to(position), torch.ones(1025, 1), 140_000, header).summed()
     assert torch.equal(header.offsets, torch.searchsorted(positions.unique(), cuts))
     assert not int(header.outside)
 
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
     header = header_of(torch.tensor([10]), bitmap_scratch_words(10))
-    bitmap_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header)
+    bitmap_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header).summed()
     assert int(header.outside) == 1
 
 
@@ -93,7 +93,7 @@ def test_one_and_two_rows_have_defined_bits(launcher: HostLauncher, dtype: torch
     zero = torch.tensor(-0.0, dtype=dtype)
     values = torch.stack([zero, least[0], a, zero, b, zero]).unsqueeze(1)
     positions = torch.tensor([40, 3, 900, 33, 900, 33])
-    got = bitmap_compact(launcher, positions, values, 1000).values[:4, 0]
+    got = bitmap_compact(launcher, positions, values, 1000).summed().values[:4, 0]
     expected = torch.stack([least[0], zero, zero, (a.float() + b.float()).to(dtype)])
     assert torch.equal(got.view(BITS[dtype.itemsize]), expected.view(BITS[dtype.itemsize]))
 
@@ -117,7 +117,7 @@ def test_any_positions_under_any_schedule(
 def test_sums_are_close_to_exact_ones(launcher: HostLauncher, dtype: torch.dtype) -> None:
     """Sums are made in float32 and rounded once, in any order."""
     positions, values = torch.randint(0, 50, (1000,)), torch.randn(1000, 4).to(dtype)
-    got = bitmap_compact(launcher, positions, values, 50)
+    got = bitmap_compact(launcher, positions, values, 50).summed()
     exact = torch.zeros(50, 4, dtype=torch.float64).index_add_(0, positions, values.double())
     sizes = torch.zeros_like(exact).index_add_(0, positions, values.double().abs())
     rounding = torch.finfo(dtype).eps * exact.abs()

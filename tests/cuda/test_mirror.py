@@ -26,7 +26,7 @@ def test_device_layouts_are_copied_with_the_tensors_that_they_point_to() -> None
 
 def test_results_come_back() -> None:
     positions, values = torch.tensor([5, 3, 5], dtype=torch.int32), torch.tensor([[1.0], [2.0], [3.0]])
-    rows = sort_compact(MIRROR, positions, values, 6)
+    rows = sort_compact(MIRROR, positions, values, 6).summed()
     assert int(rows.count) == 2
     assert rows.positions[:2].tolist() == [3, 5]
     assert rows.values[:2].tolist() == [[2.0], [4.0]]
@@ -35,5 +35,5 @@ def test_results_come_back() -> None:
 def test_other_tensors_of_as_many_words_are_not_device_layouts() -> None:
     for first in (7, 1 << 40):
         positions = torch.arange(first, first + 18).flip(0)
-        rows = sort_compact(MIRROR, positions, torch.ones(18, 1), first + 18)
+        rows = sort_compact(MIRROR, positions, torch.ones(18, 1), first + 18).summed()
         assert torch.equal(rows.positions[:18].long(), positions.flip(0))

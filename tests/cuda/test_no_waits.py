@@ -59,8 +59,8 @@ BITMAPS = torch.empty(128, dtype=torch.uint8)
 
 WRAPPERS: dict[str, Callable[[HostLauncher], object]] = {
     "place_rows": lambda launcher: place.place_rows(launcher, LAYOUT, ROWS),
-    "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES, 1000),
-    "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000),
+    "sort_compact": lambda launcher: sort_compact(launcher, POSITIONS, VALUES, 1000).summed(),
+    "bitmap_compact": lambda launcher: bitmap_compact(launcher, POSITIONS, VALUES, 1000).summed(),
     "threshold_compact": lambda launcher: threshold_compact(
         launcher, DENSE.clone(), DENSE, sample(DENSE, 9), (0, 1000), 300
     ),

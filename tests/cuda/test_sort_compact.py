@@ -86,7 +86,7 @@ def compacted(
     launcher: HostLauncher, positions: Tensor, values: Tensor, header: Header | None = None
 ) -> DeviceRows:
     """As many positions as the greatest one needs."""
-    return sort_compact(launcher, positions, values, size_of(positions), header)
+    return sort_compact(launcher, positions, values, size_of(positions), header).summed()
 
 
 def size_of(positions: Tensor) -> int:
@@ -196,7 +196,7 @@ def test_offsets_of_cuts(launcher: HostLauncher, position: torch.dtype, kind: st
 
 def test_a_negative_position_is_reported(launcher: HostLauncher) -> None:
     header = header_of(torch.tensor([10]), sort_scratch_words(3, 10))
-    sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header)
+    sort_compact(launcher, torch.tensor([3, -1, 5]), torch.ones(3, 1), 10, header).summed()
     assert int(header.outside) == 1
 
 

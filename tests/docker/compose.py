@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests import waiting
 
 COMPOSE_FILE = Path(__file__).parents[2] / "docker/compose.yaml"
 
@@ -42,12 +44,7 @@ def docker(*arguments: str, stdin: str | None = None, seconds: float = 120) -> D
     return call(["docker", *arguments], stdin=stdin, seconds=seconds)
 
 
-def eventually(condition: Callable[[], object], seconds: float = 300) -> None:
-    """Waits until ``condition`` holds."""
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.5)
+eventually = functools.partial(waiting.eventually, seconds=300, pause_seconds=0.5)
 
 
 def _is_there(command: Sequence[str]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.docker.compose import COMPOSE_FILE, GENERATIONS, Project, docker, eventually
 from tests.monitoring.prometheus import Prometheus, has_data, panel_queries
+from tests.ports import free_port
 
 SIZES = "--vocabulary 4000 --width 32 --samples 256 --batch 8"
 SHORT = f"python examples/lstm_lm.py {SIZES} --steps 40"
@@ -139,9 +139,7 @@ def test_with_keys(command: Sequence[str], image: str) -> None:
 def test_prometheus_finds_all_roles_fills_the_dashboard_and_tells_of_a_lost_server(
     command: Sequence[str], prometheus: str
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     seen = Prometheus(f"127.0.0.1:{port}")
 
     def roles() -> list[tuple[str, float]]:

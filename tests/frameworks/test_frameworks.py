@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.integration.cluster import LEASE_SECONDS, Cluster
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 JOBS = Path(__file__).parent / "jobs"
@@ -156,14 +156,8 @@ def test_scaled_gradients_that_leave_residuals_are_refused() -> None:
     )
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_lightning_raises_peer_lost_error(tmp_path: Path) -> None:
-    port = free_port()
+    port = str(free_port())
     with Cluster(RANKS, settings=PATIENT, lease_seconds=LEASE_SECONDS) as cluster:
         variables = {
             "ZENPS_CLUSTER_SCHEDULER": cluster.address,

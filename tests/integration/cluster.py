@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing as mp
 import os
-import socket as net
 import sys
 import tempfile
 import time
@@ -157,13 +156,6 @@ class Process:
         self._process.join(DEADLINE_SECONDS)
 
 
-def free_port() -> int:
-    """A port of loopback that nothing listens on."""
-    with net.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Cluster(contextlib.AbstractContextManager["Cluster"]):
     """A scheduler and its servers; workers are started by :meth:`start` or :meth:`run`.
 
@@ -255,7 +247,7 @@ class Cluster(contextlib.AbstractContextManager["Cluster"]):
         """One more worker, which calls ``function(*args)`` between ``init()`` and ``shutdown()``."""
         variables = {} if rank is None else {"RANK": str(rank)}
         variables |= {
-            "ZENPS_" + name.replace(".", "_").upper(): str(value)
+            config.variable_of(name): str(value)
             for name, value in {**self._settings, **(settings or {})}.items()
         }
         variables |= environ or {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,12 @@ OPTIMIZERS: dict[str, Optimizers] = {
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of all parameters."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_bits(states: Sequence[dict[str, Tensor]]) -> None:
+    """All have the bits of the first."""
+    for state in states[1:]:
+        assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
 def assert_same(state: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
+from tests.integration.embedding_model import state_of
 from tests.integration.interrupts import interrupted_in
 from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
@@ -59,10 +60,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     ids = (60 * torch.rand((6, 3), generator=generator) ** 2).long()
     wanted = torch.randn((6, 1), generator=generator, dtype=torch.float64)
     return nn.functional.mse_loss(model(ids), wanted)
-
-
-def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def train(

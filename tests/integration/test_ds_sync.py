@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster, attempt, await_file
+from tests.integration.embedding_model import assert_bits, state_of
 from tests.integration.interrupts import interrupted_in
 from tests.integration.scraping import Samples, parse
 from tests.integration.test_ssp import attempt_ddp
@@ -49,10 +50,6 @@ def wrap(model: nn.Module) -> zps.DistributedOptimizer:
     return zps.DistributedOptimizer(
         optimize(model), model.named_parameters(), named_buffers=model.named_buffers()
     )
-
-
-def state_of(model: nn.Module) -> State:
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def train(steps: int = STEPS, jitter_seconds: float = 0.0) -> tuple[State, State, zps.Stats]:
@@ -94,11 +91,6 @@ def train_in_one_process(ranks: int, group: int) -> tuple[list[State], State]:
     before = [state_of(model) for model in models]
     average_models(models, models)
     return before, state_of(models[0])
-
-
-def assert_bits(states: list[State]) -> None:
-    for state in states[1:]:
-        assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
 @pytest.mark.parametrize(

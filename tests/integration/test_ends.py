@@ -13,7 +13,8 @@ import torch
 
 import zenps as zps
 from tests.integration.cluster import Cluster, await_file
-from tests.zenps.conftest import Command, eventually
+from tests.waiting import eventually
+from tests.zenps.conftest import Command
 
 LEASE_SECONDS = 30.0
 SOON_SECONDS = 15.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster, attempt, await_file
 from tests.integration.scripts import run_script
+from tests.ports import free_port
 
 
 def identify() -> tuple[int, int, int, int]:
@@ -169,17 +169,11 @@ def test_rendezvous_names_who_is_missing() -> None:
 @pytest.mark.long
 def test_no_scheduler_there() -> None:
     with Cluster(workers=1, servers=1) as cluster:
-        address = f"127.0.0.1:{unused_port()}"
+        address = f"127.0.0.1:{free_port()}"
         settings = {"cluster.scheduler": address, "cluster.rendezvous_seconds": 0.1}
         error = cluster.start(join, init=False, settings=settings).result()
     assert error.kind == "DeadlineError"
     assert f"no answer from the scheduler at {address}" in error.text
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ── alone ───────────────────────────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import torch
 
 import zenps as zps
 from tests.integration.cluster import LEASE_SECONDS, Cluster
-from tests.integration.progress import await_step
+from tests.integration.progress import await_step, report
 from tests.integration.test_levels import REACHED, start_on_two_hosts
 
 TENSORS = 8
@@ -42,12 +42,6 @@ def watched_priorities() -> Priorities:
     return seen
 
 
-def report(path: Path, step: int) -> None:
-    partial = path / f"{zps.rank()}.partial"
-    partial.write_text(str(step))
-    partial.rename(path / f"step{zps.rank()}")
-
-
 def push_at_cross_purposes(path: Path, steps: int) -> Priorities:
     """Rank 0 holds most important what others push last: none may wait for another's for ever."""
     seen = watched_priorities()
@@ -58,7 +52,7 @@ def push_at_cross_purposes(path: Path, steps: int) -> Priorities:
             number: zps.push_pull_async(tensors[number], f"t{number}", average=False, priority=sign * number)
             for number in (range(TENSORS) if step % 2 else reversed(range(TENSORS)))
         }
-        report(path, step)
+        report(path, zps.rank(), step)
         for number, handle in handles.items():
             assert torch.equal(handle.wait(), zps.size() * tensors[number]), (step, number)
     return dict(seen)

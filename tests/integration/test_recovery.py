@@ -23,7 +23,7 @@ from tests.integration.cluster import (
     await_file,
 )
 from tests.integration.embedding_model import OPTIMIZERS, loss_of, make_model, state_of
-from tests.integration.progress import await_step, step_of
+from tests.integration.progress import await_step, report, step_of
 from zenps.cli.status import drain
 from zenps.config.settings import ClusterConfig
 from zenps.schemes.registry import schemes
@@ -50,20 +50,14 @@ def train(path: Path, until: Path | None = None) -> State:
             optimizer.zero_grad()
         # Large enough to be split over all servers.
         big += zps.push_pull(torch.full((70_000,), float(step + zps.rank())), "big")
-        _report(path, step)
+        report(path, zps.rank(), step)
         time.sleep(STEP_SECONDS)
     step = STEPS
     while until is not None and not _all_have_seen(until):
         zps.barrier()
-        _report(path, step := step + 1)
+        report(path, zps.rank(), step := step + 1)
         time.sleep(STEP_SECONDS)
     return state_of(model) | {"big": big}
-
-
-def _report(path: Path, step: int) -> None:
-    partial = path / f"{zps.rank()}.partial"
-    partial.write_text(str(step))
-    partial.rename(path / f"step{zps.rank()}")
 
 
 def _all_have_seen(file: Path) -> bool:

@@ -17,10 +17,10 @@ from tests.integration.cluster import (
     Cluster,
     await_file,
     copies_to_shared_memory,
-    free_port,
     shared_bytes,
 )
 from tests.integration.reference import assert_same_bits, reduce_in_rank_order
+from tests.ports import free_port
 from zenps.kernels.native.library import find_library
 
 ROUNDS = 8

@@ -829,11 +829,12 @@ def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> di
         zps.load_sparsifier_state_dict(saved["sparsifier"])
     for step in range(begin, end):
         if step == save_at:
-            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            states = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
             torch.save(states | {"sparsifier": zps.sparsifier_state_dict()}, path)
         optimizer.zero_grad()
         loss_of(model, step, zps.rank()).backward()
         optimizer.step()
+    optimizer.drain()
     return values_of(model)
 
 

@@ -22,6 +22,7 @@ from tests.integration.cluster import LEASE_SECONDS, Cluster, Raised, attempt, a
 from tests.integration.embedding_model import (
     OPTIMIZERS,
     Model,
+    assert_bits,
     assert_same,
     loss_of,
     make_model,
@@ -93,11 +94,6 @@ def train_in_one_process(name: str, staleness: int, ranks: int, steps: int = STE
     while waiting:
         apply()
     return before, state_of(model)
-
-
-def assert_bits(states: list[State]) -> None:
-    for state in states[1:]:
-        assert all(torch.equal(state[name], value) for name, value in states[0].items())
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=LONG), RANKS])
@@ -370,29 +366,6 @@ def test_a_state_can_be_saved_after_a_worker_is_lost(tmp_path: Path) -> None:
     assert state["zenps"]["step"] > 5
 
 
-def train_in_two_jobs(directory: Path, begin: int, end: int, save_at: int) -> State:
-    """Trains from step ``begin`` to ``end``; loads first, and saves at ``save_at``."""
-    model = test_sparsifiers.make_model()
-    path = directory / f"rank{zps.rank()}.pt"
-    optimizer = zps.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), 0.05, momentum=0.5, weight_decay=0.1), model.named_parameters()
-    )
-    if begin:
-        saved = torch.load(path)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        zps.load_sparsifier_state_dict(saved["sparsifier"])
-    for step in range(begin, end):
-        if step == save_at:
-            state = {"optimizer": optimizer.state_dict(), "model": model.state_dict()}
-            torch.save(state | {"sparsifier": zps.sparsifier_state_dict()}, path)
-        optimizer.zero_grad()
-        test_sparsifiers.loss_of(model, step, zps.rank()).backward()
-        optimizer.step()
-    optimizer.drain()
-    return test_sparsifiers.values_of(model)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "saved_after"), [("exdyna", 2), ("exdyna", 8), ("dgc", 8)])
 def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, saved_after: int) -> None:
@@ -400,7 +373,8 @@ def test_a_resumed_training_has_the_same_bits(tmp_path: Path, name: str, saved_a
     found = []
     for begin in (0, saved_after):
         with Cluster(RANKS, settings=chosen) as cluster:
-            found += cluster.run(train_in_two_jobs, tmp_path, begin, 14, saved_after if not begin else -1)
+            save_at = saved_after if not begin else -1
+            found += cluster.run(test_sparsifiers.train_in_two_jobs, tmp_path, begin, 14, save_at)
     assert_bits(found)
 
 

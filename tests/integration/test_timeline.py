@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zenps as zps
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.observe import clock
 from zenps.observe.timeline import merge
 

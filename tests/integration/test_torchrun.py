@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.integration.cluster import DEADLINE_SECONDS, LEASE_SECONDS, Cluster
-from tests.integration.embedding_model import OPTIMIZERS, assert_same, loss_of, make_model, state_of
+from tests.integration.embedding_model import assert_same
+from tests.integration.test_training import RANKS, train_in_one_process
 
-RANKS, STEPS, FAILS_AT = 2, 8, 3
+STEPS, FAILS_AT = 8, 3
 
 SCRIPT = f"""
 import os, signal, sys
@@ -70,7 +71,7 @@ def test_all_workers_begin_again_when_one_has_failed(tmp_path: Path, failure: st
             process.terminate()  # it ends its workers
         assert process.returncode == 0, f"{errors}\n{cluster.scheduler.log}"
         cluster.drain()
-    expected = train_in_one_process()
+    expected = train_in_one_process("sgd", STEPS)
     for rank in range(RANKS):
         state, sums, generation, size = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
         assert (generation, size) == (1, RANKS)
@@ -108,13 +109,3 @@ def test_workers_of_torchrun_join_again(tmp_path: Path, restarts: str) -> None:
         assert done.returncode == 0, f"{done.stderr}\n{cluster.scheduler.log}"
         assert done.stdout.count("joined twice") == RANKS
         cluster.drain()
-
-
-def train_in_one_process() -> dict[str, torch.Tensor]:
-    model = make_model()
-    (optimizer,) = OPTIMIZERS["sgd"](model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()
-        optimizer.step()
-    return state_of(model)

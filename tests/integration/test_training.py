@@ -54,10 +54,10 @@ def train(name: str) -> dict[str, Tensor]:
     return state_of(model)
 
 
-def train_in_one_process(name: str) -> dict[str, Tensor]:
+def train_in_one_process(name: str, steps: int = STEPS) -> dict[str, Tensor]:
     model = make_model()
     optimizers = OPTIMIZERS[name](model)
-    for step in range(STEPS):
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         (sum((loss_of(model, step, rank) for rank in range(RANKS)), torch.zeros(())) / RANKS).backward()

@@ -57,10 +57,6 @@ def scheduler(registry: CollectorRegistry, tmp_path: Path) -> Iterator[_Service]
             yield made
 
 
-class Ticked(Exception):
-    pass
-
-
 class Enough(Exception):
     pass
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from tests.dealer import connect_dealer
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.config.settings import MAX_WORKERS, Config
 from zenps.config.sizes import message_bytes
 from zenps.server.receive_queue import size_receive_queue

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from tests.dealer import connect_dealer
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.server.send_queue import STALLED_SECONDS, SendQueue, StalledError
 from zenps.wire.connections import LOOK_SECONDS
 from zenps.wire.sockets import (

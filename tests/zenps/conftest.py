@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.waiting import eventually
 
 ZENPS = (sys.executable, "-m", "zenps.cli")
 PATIENT_SECONDS = 20.0
@@ -92,13 +93,6 @@ class Command:
                 if stream is not None:
                     stream.close()
             popen.wait()
-
-
-def eventually(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture

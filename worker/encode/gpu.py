@@ -25,12 +25,12 @@ from zenps.kernels.gpu.bitmap_codec import (
     encode_coo,
     place_bitmaps,
 )
-from zenps.kernels.gpu.bitmap_compact import bitmap_rows, bitmap_scratch_words
+from zenps.kernels.gpu.bitmap_compact import bitmap_compact, bitmap_scratch_words
 from zenps.kernels.gpu.launcher import to_device
 from zenps.kernels.gpu.place import DeviceLayout, place_rows
 from zenps.kernels.gpu.rows import GroupedRows, Header
 from zenps.kernels.gpu.scatter import merge
-from zenps.kernels.gpu.sort_compact import sort_rows, sort_scratch_words
+from zenps.kernels.gpu.sort_compact import sort_compact, sort_scratch_words
 from zenps.partition.layout import Layout
 from zenps.wire.messages import Result
 from zenps.wire.tensors import tensor_bytes
@@ -179,7 +179,7 @@ class StagedSparse(Staged, OneRound):
         numbers = row_numbers(self._indices, tuple(self.encoded.shape[: self._sparse_dim]))
         positions = place_rows(gpu.launcher, self._device_layout, numbers, header.scratch)
         values = self._values.reshape(len(numbers), self._columns).contiguous()
-        compact = bitmap_rows if in_bitmap else sort_rows
+        compact = bitmap_compact if in_bitmap else sort_compact
         return compact(gpu.launcher, positions, values, size, header), header
 
     def _number_dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +11,8 @@ from torch.autograd import Function
 from zenps.errors import UsageError
 from zenps.horovod.compression import Compression, Compressor
 from zenps.horovod.reduction import Reduction
+from zenps.horovod.turns import UNNAMED
 from zenps.worker.process import PROCESS
-
-UNNAMED: Final = 8192
-"""How many unnamed tensors get different names. Then names repeat, because nodes remember each name."""
 
 
 class Handle:

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from zenps.config.settings import Config
-from zenps.config.sources import Loaded, describe, load, rank_from_environment, require_cluster
+from zenps.config.sources import (
+    Loaded,
+    describe,
+    load,
+    rank_from_environment,
+    require_cluster,
+    variable_of,
+)
 from zenps.errors import ConfigError, ZenPSError, listing
 from zenps.keys import LIST_NAME, generate, load_any_keys, load_keys
 from zenps.observe.log import setup as setup_log
@@ -118,7 +125,7 @@ def _environment(args: argparse.Namespace, loaded: Loaded) -> dict[str, str]:
         environment["ZENPS_CONFIG"] = str(file)
     for setting in describe(loaded):
         if setting.source == "--set":
-            environment["ZENPS_" + setting.name.replace(".", "_").upper()] = str(setting.value)
+            environment[variable_of(setting.name)] = str(setting.value)
     return environment
 
 

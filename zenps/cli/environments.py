@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from zenps.config.settings import WEEK_SECONDS, Config
+from zenps.config.sources import variable_of
 from zenps.config.values import parse_address
 from zenps.errors import ConfigError
 from zenps.keys import load_keys
@@ -100,7 +101,7 @@ def _own_port(name: str, first: int, index: int) -> dict[str, str]:
         raise ConfigError(
             name, first, f"a port that leaves room for {index} more after it, or 0 for any free"
         )
-    return {"ZENPS_" + name.replace(".", "_").upper(): str(first + index)}
+    return {variable_of(name): str(first + index)}
 
 
 def _free_port() -> int:

@@ -55,7 +55,12 @@ class Setting(NamedTuple):
     description: str
 
 
-_VARIABLES: Final = {"ZENPS_" + name.replace(".", "_").upper(): name for name in FIELDS}
+def variable_of(name: str) -> str:
+    """The environment variable of the setting ``section.field``."""
+    return "ZENPS_" + name.replace(".", "_").upper()
+
+
+_VARIABLES: Final = {variable_of(name): name for name in FIELDS}
 _Layer = dict[str, tuple[object, str]]  # "section.field" -> raw value, source
 
 

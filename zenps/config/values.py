@@ -67,6 +67,11 @@ def parse_address(text: str) -> tuple[str, int]:
     return match[1] or match[2], int(match[3])
 
 
+def format_address(host: str, port: int | str) -> str:
+    """Writes ``host:port``; an IPv6 address stands in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """True if ``host``, an address or a name, can only mean this machine.
 
@@ -108,7 +113,7 @@ def _plain_address(value: str) -> str:
     if not value:
         return value
     host, port = parse_address(value)
-    return f"[{_host(host)}]:{port}" if ":" in host else f"{_host(host)}:{port}"
+    return format_address(_host(host), port)
 
 
 def _host(value: str) -> str:

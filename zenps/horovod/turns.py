@@ -11,7 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -31,16 +31,6 @@ UNNAMED: Final = 8192
 
 REDUCES: Final = "allreduce"
 STEPS: Final = "optimizer.step"
-
-
-class Stepper(Protocol):
-    """An optimizer that can take part in a step without gradients of this rank."""
-
-    def step_for_others(self, *, is_dropped: bool) -> None:
-        """Takes part in a step that other ranks take or drop."""
-
-    def adopt(self, root_rank: int, name: str) -> None:
-        """Makes parameters and state those of a rank that has taken all steps."""
 
 
 @dataclass(eq=False)
@@ -84,7 +74,7 @@ class Turns:
     """The calls of this rank, in order."""
 
     def __init__(self) -> None:
-        self._steppers: list[tuple[Prefix, weakref.ref[Stepper]]] = []
+        self._optimizers: list[tuple[Prefix, weakref.ref[worker.DistributedOptimizer]]] = []
         """They may outlive the job in which they were made."""
         self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
         self._barrier: Call | None = None
@@ -108,11 +98,11 @@ class Turns:
         self._counts[kind] += 1
         return (self._counts[kind] - 1) % UNNAMED
 
-    def add(self, stepper: Stepper) -> Prefix:
+    def add(self, optimizer: worker.DistributedOptimizer) -> Prefix:
         """Returns the name by which ranks call an optimizer; all ranks add theirs in the same order."""
-        self._steppers = [(name, each) for name, each in self._steppers if each() is not None]
+        self._optimizers = [(name, each) for name, each in self._optimizers if each() is not None]
         name = PROCESS.new_prefix("horovod/optimizer")
-        self._steppers.append((name, weakref.ref(stepper)))
+        self._optimizers.append((name, weakref.ref(optimizer)))
         return name
 
     def take(self, call: Call | None) -> None:
@@ -188,10 +178,10 @@ class Turns:
             self._counts |= counts
         last = max(range(len(turns)), key=lambda rank: (turns[rank], rank))
         if len(set(turns)) > 1:
-            named = {str(name): reference() for name, reference in self._steppers if name.is_taken}
-            for each, stepper in sorted(named.items()):  # ranks may have made them in another order
-                if stepper is not None:
-                    stepper.adopt(last, each)
+            named = {str(name): reference() for name, reference in self._optimizers if name.is_taken}
+            for each, optimizer in sorted(named.items()):  # ranks may have made them in another order
+                if optimizer is not None:
+                    optimizer.adopt(last, each)
         return last
 
     def _settle_first(self) -> int:
@@ -225,22 +215,22 @@ class Turns:
                         self._zeros.pop(name).wait()
                     self._zeros[name] = Reduction(as_zeros(described), name, average=described[-1])
             case [kind, str(name), bool(is_dropped)] if kind == STEPS:
-                if (stepper := self._stepper(name)) is None:
+                if (optimizer := self._optimizer(name)) is None:
                     raise UsageError(
                         "join(): another rank steps an optimizer that this rank has dropped; keep it"
                     )
-                stepper.step_for_others(is_dropped=is_dropped)
+                optimizer.step_for_others(is_dropped=is_dropped)
 
-    def _stepper(self, called: str) -> Stepper | None:
+    def _optimizer(self, called: str) -> worker.DistributedOptimizer | None:
         """Returns the optimizer of this name; None if it was dropped.
 
         An optimizer that was made in an earlier job, and has not stepped in this one, takes its name only
         now. Optimizers that have a name are searched first: a late one might take the name of another.
         """
-        for name, reference in sorted(self._steppers, key=lambda each: not each[0].is_taken):
-            stepper = reference()
-            if stepper is not None and str(name) == called:
-                return stepper
+        for name, reference in sorted(self._optimizers, key=lambda each: not each[0].is_taken):
+            optimizer = reference()
+            if optimizer is not None and str(name) == called:
+                return optimizer
         return None
 
 

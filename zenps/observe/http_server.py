@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import ipaddress
 import logging
 import socket
 import socketserver
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Final
 
+from zenps.config.values import format_address, is_loopback
 from zenps.errors import cannot_listen
 
 from . import log
@@ -78,7 +78,7 @@ class Endpoint:
         except OSError as error:
             raise cannot_listen(section, host, port, error) from error
         here, port = server.server_address[:2]
-        self.address = f"[{here!s}]:{port}" if ":" in str(here) else f"{here!s}:{port}"
+        self.address = format_address(str(here), port)
         self._thread = threading.Thread(
             target=server.serve_forever, args=(POLL_SECONDS,), name="zenps-http", daemon=True
         )
@@ -116,7 +116,7 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """When each connection is closed, the oldest first."""
         self._free_threads = threading.Semaphore(MAX_THREADS)
         super().__init__(address, handler)
-        self.is_local = ipaddress.ip_address(str(self.server_address[0]).partition("%")[0]).is_loopback
+        self.is_local = is_loopback(str(self.server_address[0]))
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accepts a connection."""

@@ -9,7 +9,8 @@ that the caller gives.
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Final, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeVar, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, MetricsHandler, ProcessCollector
 
@@ -23,6 +24,8 @@ CUT_CONNECTIONS: Final = "Connections closed because the peer sent an endless me
 
 STATES: Final = ("gathering", "recovering", "confirming", "running", "draining", "stopped", "failed")
 """The job's states, as in ``scheduler/membership/states.py``: this layer must not import a role."""
+
+_Metric = TypeVar("_Metric", Counter, Gauge)
 
 Refusal = Literal["unknown_key", "wrong_role", "handshake"]
 """Why a connection was refused. libzmq cannot tell a peer without a key from one that hung up."""
@@ -51,19 +54,11 @@ class _RoleMetrics:
 
     def _counter(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Counter:
         """A counter with at most one label; a series for each of its values starts at 0."""
-        counter = Counter(name, documentation, tuple(labels), registry=self._registry)
-        for label, values in labels.items():
-            for value in values:
-                counter.labels(**{label: value})
-        return counter
+        return _with_series(Counter(name, documentation, tuple(labels), registry=self._registry), labels)
 
     def _gauge(self, name: str, documentation: str, **labels: tuple[str, ...]) -> Gauge:
         """A gauge with at most one label, as :meth:`_counter`."""
-        gauge = Gauge(name, documentation, tuple(labels), registry=self._registry)
-        for label, values in labels.items():
-            for value in values:
-                gauge.labels(**{label: value})
-        return gauge
+        return _with_series(Gauge(name, documentation, tuple(labels), registry=self._registry), labels)
 
     def _tally(self, name: str, documentation: str) -> Tally:
         return Tally(name, documentation, self._registry)
@@ -266,6 +261,14 @@ class SchedulerMetrics(_ListenerMetrics):
         )
         self.stalled = Stalled(registry)
         self.cut_connections = self._counter("zenps_cut_connections_total", CUT_CONNECTIONS)
+
+
+def _with_series(metric: _Metric, labels: Mapping[str, Sequence[str]]) -> _Metric:
+    """The metric, with a series for each value of its label."""
+    for label, values in labels.items():
+        for value in values:
+            metric.labels(**{label: value})
+    return metric
 
 
 class _MetricsHandler(Handler, MetricsHandler):

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from zenps.errors import ConfigError
 
-from .trace import CLOCK, NODE, Event
+from .trace import CLOCK, NODE, Event, cannot_write
 
 _ENDS: Final = {
     ("worker", "push"): ("push", "s"),
@@ -55,10 +55,7 @@ def collected(trace: str) -> Iterator[str]:
     try:
         directory = Path(tempfile.mkdtemp(prefix=f"{path.stem}.", suffix=".parts", dir=path.parent))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "sync.trace", trace, f"a file in a directory that can be written ({reason})"
-        ) from error
+        raise cannot_write(trace, error) from error
     yield str(directory / path.name)
     try:
         if parts := sorted(directory.iterdir()):  # else no process began to write

@@ -325,8 +325,11 @@ def open_trace(path: str, role: str) -> Trace:
             except FileExistsError:
                 continue
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "sync.trace", path, f"a file in a directory that can be written ({reason})"
-        ) from error
+        raise cannot_write(path, error) from error
     raise ConfigError("sync.trace", path, f"a directory with fewer than 1000 parts {stem}.*")
+
+
+def cannot_write(path: str, error: Exception) -> ConfigError:
+    """The error for ``sync.trace`` in a directory where nothing can be written."""
+    reason = getattr(error, "strerror", None) or error
+    return ConfigError("sync.trace", path, f"a file in a directory that can be written ({reason})")

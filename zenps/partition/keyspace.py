@@ -8,7 +8,6 @@ tensor's size is needed. Every node computes the same permutation from the job's
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -119,42 +118,35 @@ class Feistel:
     def forward(self, index: Tensor) -> Tensor:
         """π: the position of each index. int64 of any shape, on the CPU, fresh memory."""
         found = permute(self._native, index, inverse=False)
-        return self._walk(index, self._encipher) if found is None else found
+        return self._walk(index, inverse=False) if found is None else found
 
     def inverse(self, position: Tensor) -> Tensor:
         """π⁻¹: the index at each position. int64 of any shape, on the CPU, fresh memory."""
         found = permute(self._native, position, inverse=True)
-        return self._walk(position, self._decipher) if found is None else found
+        return self._walk(position, inverse=True) if found is None else found
 
-    def _walk(self, values: Tensor, cipher: Callable[[Wide], Wide]) -> Tensor:
-        """``cipher`` of each value, block by block, applied again to the few that fall outside."""
+    def _walk(self, values: Tensor, *, inverse: bool) -> Tensor:
+        """The cipher of each value, block by block, applied again to the few that fall outside."""
         flat = values.reshape(-1).numpy().view(np.uint64)
         result = np.empty_like(flat)
         for begin in range(0, len(flat), _BLOCK):
-            result[begin : begin + _BLOCK] = cipher(flat[begin : begin + _BLOCK])
+            result[begin : begin + _BLOCK] = self._cipher(flat[begin : begin + _BLOCK], inverse=inverse)
         outside = np.flatnonzero(result >= self.size)
         while outside.size:
-            walked = cipher(result[outside])
+            walked = self._cipher(result[outside], inverse=inverse)
             result[outside] = walked
             outside = outside[walked >= self.size]
         return torch.from_numpy(result.view(np.int64)).view(values.shape)
 
-    def _encipher(self, values: Wide) -> Wide:
+    def _cipher(self, values: Wide, *, inverse: bool) -> Wide:
         right, left = self._halves(values)
-        for number, key in enumerate(self.keys):
+        rounds = tuple(enumerate(self.keys))
+        change = _subtract if inverse else _add
+        for number, key in reversed(rounds) if inverse else rounds:
             if number % 2 == 0:
-                _add(left, _hash(right, key, self.left_size), self.left_size)
+                change(left, _hash(right, key, self.left_size), self.left_size)
             else:
-                _add(right, _hash(left, key, self.right_size), self.right_size)
-        return self._joined(right, left)
-
-    def _decipher(self, values: Wide) -> Wide:
-        right, left = self._halves(values)
-        for number, key in reversed(tuple(enumerate(self.keys))):
-            if number % 2 == 0:
-                _subtract(left, _hash(right, key, self.left_size), self.left_size)
-            else:
-                _subtract(right, _hash(left, key, self.right_size), self.right_size)
+                change(right, _hash(left, key, self.right_size), self.right_size)
         return self._joined(right, left)
 
     def _halves(self, values: Wide) -> tuple[Half, Half]:

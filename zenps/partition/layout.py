@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zenps.errors import ConfigError, ProtocolError, TensorError
-from zenps.kernels.native.tables import look_up
+from zenps.kernels.native.positions import look_up
 
 from .keyspace import Feistel, Identity
 from .placing import place_slots

@@ -96,8 +96,3 @@ def why_unreachable(address: str, seconds: float = PROBE_SECONDS) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
-
-
-def bracketed(host: str) -> str:
-    """``host`` as written before ``:port``: an IPv6 address stands in brackets."""
-    return f"[{host}]" if ":" in host else host

@@ -12,11 +12,11 @@ from typing import Any
 
 import zmq
 
-from zenps.config.values import parse_address
+from zenps.config.values import format_address, parse_address
 from zenps.errors import ConfigError
 from zenps.keys import Keys
 
-from .addresses import bindable, bracketed, is_reached_by_ipv4
+from .addresses import bindable, is_reached_by_ipv4
 
 Socket = zmq.Socket[bytes]
 
@@ -117,7 +117,7 @@ def connect(socket: Socket, address: str) -> None:
     host, port = parse_address(address)
     if is_reached_by_ipv4(host):
         socket.setsockopt(zmq.IPV6, 0)
-    socket.connect(f"tcp://{bracketed(host)}:{port}")
+    socket.connect(f"tcp://{format_address(host, port)}")
 
 
 def bind_router(
@@ -154,13 +154,13 @@ def bind_router(
         socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
-        socket.bind(f"tcp://{bracketed(bindable(host))}:{port or '*'}")
+        socket.bind(f"tcp://{format_address(bindable(host), port or '*')}")
     except (zmq.ZMQError, OSError) as error:
         socket.close()
         allowed = f"an address that can be bound ({error})"
-        raise ConfigError(setting, f"{bracketed(host)}:{port}", allowed) from None
+        raise ConfigError(setting, format_address(host, port), allowed) from None
     bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    return socket, f"tcp://{bracketed(host)}:{bound_port}"
+    return socket, f"tcp://{format_address(host, bound_port)}"
 
 
 def receive_frames(socket: Socket) -> list[memoryview]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.cli import health
 from zenps.config.settings import Config
 from zenps.errors import PeerLostError

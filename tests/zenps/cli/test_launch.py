@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from tests.integration.cluster import LEASE_SECONDS
-from tests.zenps.conftest import PATIENT_SECONDS, PATIENT_ZENPS, eventually
+from tests.waiting import eventually
+from tests.zenps.conftest import PATIENT_SECONDS, PATIENT_ZENPS
 from zenps.cli.supervisor import GRACE_SECONDS, MAX_SCHEDULER_DEATHS
 from zenps.keys import generate
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.cli.local_clusters import LocalCluster, find_cluster, find_clusters, options_for, published
 from zenps.config.settings import ClusterConfig
 from zenps.config.sources import load

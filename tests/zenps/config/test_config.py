@@ -24,8 +24,9 @@ from zenps.config.sources import (
     rank_from_environment,
     require_cluster,
     restarts_from_environment,
+    variable_of,
 )
-from zenps.config.values import checked, format_bytes, parse_address
+from zenps.config.values import checked, format_address, format_bytes, parse_address
 from zenps.errors import ConfigError, UnknownKeyError
 from zenps.partition.strategies.registry import strategy_names
 from zenps.sparsifiers.registry import sparsifier_names
@@ -444,6 +445,7 @@ class TestScheduler:
     )
     def test_forms(self, text: str, host: str, port: int, plain: str) -> None:
         assert parse_address(text) == (host, port)
+        assert format_address(host, port) == plain
         assert load(environ={"ZENPS_CLUSTER_SCHEDULER": text}).config.cluster.scheduler == plain
 
     @pytest.mark.parametrize(
@@ -604,4 +606,4 @@ def test_describe() -> None:
 
 
 def test_reserved_variables_are_no_settings() -> None:
-    assert not config_module.RESERVED & {"ZENPS_" + name.replace(".", "_").upper() for name in FIELDS}
+    assert not config_module.RESERVED & set(map(variable_of, FIELDS))

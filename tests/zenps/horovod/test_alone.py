@@ -253,7 +253,7 @@ def test_arguments_of_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     assert optimizer._parameter_names == {model.weight: "weight", model.bias: "bias"}
     gc.collect()
     wrap()
-    *earlier, _ = [each() for _, each in TURNS._steppers]
+    *earlier, _ = [each() for _, each in TURNS._optimizers]
     assert earlier[-1] is optimizer
     assert None not in earlier, "one that was dropped"
 

@@ -32,7 +32,7 @@ class DeviceKernels(Kernels):
     def compact(self, positions: Tensor, values: Tensor, pool: BufferPool | None = None) -> Rows:
         rows = sort_compact(
             self._launcher, positions, values, 1 + int(positions.max()) if len(positions) else 1
-        )
+        ).summed()
         count = int(rows.count)
         return rows.positions[:count], rows.values[:count]
 

@@ -21,13 +21,12 @@ from zenps.kernels.native import bits, library
 from zenps.kernels.native.backend import NativeKernels
 from zenps.kernels.native.library import find_library, load_library
 from zenps.kernels.native.magnitudes import find
-from zenps.kernels.native.tables import look_up
+from zenps.kernels.native.positions import look_up
 
 POOL = BufferPool(0)
 CACHES: tuple[functools._lru_cache_wrapper[object], ...] = (
     library.open_library,
     library.native_library,
-    bits._bits,
     factory._warn_once,
 )
 

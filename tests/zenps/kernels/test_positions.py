@@ -1,4 +1,4 @@
-"""Positions: C permutes and moves as NumPy does, and reads nothing outside its tables."""
+"""Positions: C permutes, moves and looks up as NumPy and torch do, and reads nothing outside its tables."""
 
 from __future__ import annotations
 
@@ -106,3 +106,36 @@ def test_what_c_cannot_read_is_left_to_the_caller(monkeypatch: pytest.MonkeyPatc
     assert positions.permute(Feistel(1000, 3)._native, numbers, inverse=False) is None
     with pytest.raises((TypeError, RuntimeError)):
         shift.apply(numbers.long().to("meta"))
+
+
+@each_library
+@pytest.mark.parametrize("granule_bits", [0, 3])
+def test_a_table_is_looked_up_as_torch_does(
+    monkeypatch: pytest.MonkeyPatch, library: object, granule_bits: int
+) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    granule, granules = 1 << granule_bits, 40
+    table = torch.randperm(granules, dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    table[7] = 2**31 - 1
+    numbers = torch.randint(0, granules * granule, (500,), generator=torch.Generator().manual_seed(2))
+    found = positions.look_up(table, granule_bits, granules * granule, numbers)
+    assert found is not None
+    assert torch.equal(found, table[numbers // granule].long() * granule + numbers % granule)
+    nothing = positions.look_up(table, granule_bits, granules * granule, numbers[:0])
+    assert nothing is not None
+    assert nothing.shape == (0,)
+
+
+@each_library
+@pytest.mark.parametrize("number", [-1, 39, 40, 2**63 - 1, -(2**63)])
+def test_a_number_outside_a_table_is_not_looked_up(
+    monkeypatch: pytest.MonkeyPatch, library: object, number: int
+) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: library)
+    table = torch.arange(20, dtype=torch.int32)
+    assert positions.look_up(table, 1, 39, torch.tensor([38, number, 0])) is None
+
+
+def test_nothing_is_looked_up_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "native_library", lambda: None)
+    assert positions.look_up(torch.arange(20, dtype=torch.int32), 0, 20, torch.tensor([3])) is None

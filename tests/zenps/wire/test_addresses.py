@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zenps.errors import ConfigError
-from zenps.wire.addresses import bindable, bracketed, find_host, is_reached_by_ipv4, why_unreachable
+from zenps.wire.addresses import bindable, find_host, is_reached_by_ipv4, why_unreachable
 from zenps.wire.sockets import bind_router, context
 
 Found = list[tuple[Any, ...]]
@@ -67,10 +67,6 @@ def test_only_a_name_that_nobody_knows_yet_is_waited_for() -> None:
     with pytest.raises(ConfigError, match=r"^cluster\.scheduler = '\[fe80::1\]:5': expected .* route"):
         find_host("[fe80::1]:5", timeout_seconds=60.0)  # link-local, and of no interface
     assert time.monotonic() - begin < 30
-
-
-def test_an_ipv6_address_stands_in_brackets() -> None:
-    assert [bracketed("::1"), bracketed("10.0.0.1"), bracketed("node1")] == ["[::1]", "10.0.0.1", "node1"]
 
 
 def unknown(*_: object, **__: object) -> Found:

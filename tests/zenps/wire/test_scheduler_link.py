@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from tests.zenps.conftest import eventually
+from tests.waiting import eventually
 from zenps.config.settings import ClusterConfig
 from zenps.errors import ConfigError, DeadlineError, MismatchError, PeerLostError, UsageError, ZenPSError
 from zenps.observe.clock import now_ns

@@ -13,7 +13,7 @@ from zenps.kernels.base import ACCUMULATE
 from .bitmap_codec import BITMAP_TILE
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
-from .rows import DeviceRows, GroupedRows, Header
+from .rows import GroupedRows, Header
 from .sources import number_name, position_name
 
 ITEMS = 4
@@ -36,11 +36,12 @@ def _bitmap_words(size: int) -> int:
 
 def bitmap_compact(
     launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
-) -> DeviceRows:
-    """Sums the rows of equal positions and sorts them; not deterministic for 3 or more rows of a position.
+) -> GroupedRows:
+    """Sorts the unique positions of rows; the caller decides when their rows are summed.
 
     A position's only row keeps its bits, -0.0 too, and the sum of two rows has defined bits. The hardware
-    decides the order of longer sums, and atomics flush subnormal numbers to zero.
+    decides the order of longer sums, which are not deterministic, and atomics flush subnormal numbers to
+    zero.
 
     Args:
         positions: int32 or int64 ``[n]`` in [0, ``size``) on the device, in any order, with duplicates; not
@@ -50,18 +51,11 @@ def bitmap_compact(
         header: to be filled.
 
     Returns:
-        The rows, with capacity n. Sums are made in float32 and rounded once.
+        The rows, not summed yet, with capacity n. Sums are made in float32 and rounded once.
 
     Raises:
         TensorError: another dtype or shape, or too many rows. ``sort_compact`` takes other dtypes too.
     """
-    return bitmap_rows(launcher, positions, values, size, header).summed()
-
-
-def bitmap_rows(
-    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
-) -> GroupedRows:
-    """:func:`bitmap_compact`, whose sums are left to the caller."""
     if values.dtype not in VALUES:
         expected = "expected float16, bfloat16 or float32; set cuda.compaction to sort for other dtypes"
         raise TensorError(f"values of dtype {values.dtype}: {expected}")

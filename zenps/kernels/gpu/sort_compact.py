@@ -12,7 +12,7 @@ from zenps.kernels.base import ACCUMULATE
 from .launcher import BLOCK, Launcher, grid_of
 from .packs import check_rows, pack_lanes
 from .radix_sort import prepare_sort, radix_scratch_words, sort_tiles
-from .rows import DeviceRows, GroupedRows, Header
+from .rows import GroupedRows, Header
 from .sources import number_name, position_name
 
 CHUNK = 64
@@ -31,8 +31,8 @@ def sort_scratch_words(rows: int, size: int) -> int:
 
 def sort_compact(
     launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
-) -> DeviceRows:
-    """Sums the rows of equal positions and sorts them.
+) -> GroupedRows:
+    """Sorts the unique positions of rows; the caller decides when their rows are summed.
 
     The order of addition depends on the positions alone, so equal input gives equal bits. Rows are sorted
     by position, those of one position in order of occurrence, and divided into chunks of :data:`CHUNK`.
@@ -49,19 +49,12 @@ def sort_compact(
         header: to be filled.
 
     Returns:
-        The rows, with capacity n. Sums are made in the dtype of :data:`ACCUMULATE` and rounded once; a
-        position's only row keeps its bits, -0.0 too.
+        The rows, not summed yet, with capacity n. Sums are made in the dtype of :data:`ACCUMULATE` and
+        rounded once; a position's only row keeps its bits, -0.0 too.
 
     Raises:
         TensorError: another dtype or shape, or too many rows.
     """
-    return sort_rows(launcher, positions, values, size, header).summed()
-
-
-def sort_rows(
-    launcher: Launcher, positions: Tensor, values: Tensor, size: int, header: Header | None = None
-) -> GroupedRows:
-    """:func:`sort_compact`, whose sums are left to the caller."""
     check_rows(positions, values, VALUES)
     rows = len(positions)
     header = header or Header.without_cuts(sort_scratch_words(rows, size), positions.device)

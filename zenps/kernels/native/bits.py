@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +23,15 @@ def set_bits(bitmap: Bitmap, count: int) -> Numbers:
     Raises:
         ProtocolError: another number of bits is set.
     """
-    return _bits().find(bitmap, count)
+    if (library := native_library()) is None:
+        numbers = np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
+        found = len(numbers)
+    else:
+        numbers = np.empty(count, np.int64)
+        found = library.zenps_set_bits(bitmap.ctypes.data, bitmap.nbytes, numbers.ctypes.data, count)
+    if found != count:
+        raise ProtocolError("payload", f"another number of set bits than the {count} that were expected")
+    return numbers
 
 
 def mark_bits(numbers: Numbers, bits: int) -> Bitmap:
@@ -36,54 +40,13 @@ def mark_bits(numbers: Numbers, bits: int) -> Bitmap:
     Args:
         numbers: ``[n]``, each in ``[0, bits)``.
     """
-    return _bits().mark(numbers, bits)
-
-
-class ByNumpy:
-    """Where there is no library."""
-
-    def find(self, bitmap: Bitmap, count: int) -> Numbers:
-        """As :func:`set_bits`."""
-        numbers = np.flatnonzero(np.unpackbits(bitmap, bitorder="little").view(np.bool_))
-        if len(numbers) != count:
-            raise _wrong(count)
-        return numbers
-
-    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
-        """As :func:`mark_bits`."""
+    if (library := native_library()) is None:
         is_set = np.zeros(bits, np.bool_)
         is_set[numbers] = True
         return np.packbits(is_set, bitorder="little")
-
-
-class ByLibrary(NamedTuple):
-    """In C."""
-
-    library: ctypes.CDLL
-
-    def find(self, bitmap: Bitmap, count: int) -> Numbers:
-        """As :func:`set_bits`."""
-        numbers = np.empty(count, np.int64)
-        found = self.library.zenps_set_bits(bitmap.ctypes.data, bitmap.nbytes, numbers.ctypes.data, count)
-        if found != count:
-            raise _wrong(count)
-        return numbers
-
-    def mark(self, numbers: Numbers, bits: int) -> Bitmap:
-        """As :func:`mark_bits`."""
-        bitmap = np.empty(-(-bits // 8), np.uint8)
-        numbers = np.ascontiguousarray(numbers)
-        given = numbers.ctypes.data, len(numbers), bitmap.ctypes.data, bitmap.nbytes
-        if self.library.zenps_mark_bits(*given) or (bits % 8 and bitmap[-1] >> bits % 8):
-            raise IndexError(f"numbers outside a bitmap of {bits} bits")
-        return bitmap
-
-
-@functools.cache
-def _bits() -> ByNumpy | ByLibrary:
-    library = native_library()
-    return ByNumpy() if library is None else ByLibrary(library)
-
-
-def _wrong(count: int) -> ProtocolError:
-    return ProtocolError("payload", f"another number of set bits than the {count} that were expected")
+    bitmap = np.empty(-(-bits // 8), np.uint8)
+    numbers = np.ascontiguousarray(numbers)
+    given = numbers.ctypes.data, len(numbers), bitmap.ctypes.data, bitmap.nbytes
+    if library.zenps_mark_bits(*given) or (bits % 8 and bitmap[-1] >> bits % 8):
+        raise IndexError(f"numbers outside a bitmap of {bits} bits")
+    return bitmap
