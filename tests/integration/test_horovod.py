@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,27 @@ def interrupt_a_refused_barrier() -> Any:
     again = attempt(hvd.barrier)
     hvd.join()
     return again
+
+
+def sum_on_two_threads() -> list[list[float]]:
+    """One thread waits for each sum; the other begins more of them than may be unsettled."""
+
+    def one_by_one() -> list[float]:
+        return [hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"single {n}").item() for n in range(40)]
+
+    def many() -> list[float]:
+        handles = [hvd.allreduce_async(torch.ones(1), name=f"many {n}", op=hvd.Sum) for n in range(300)]
+        return [hvd.synchronize(each).item() for each in handles]
+
+    hvd.init()
+    with ThreadPoolExecutor(2) as pool:
+        return [each.result() for each in [pool.submit(one_by_one), pool.submit(many)]]
+
+
+def test_several_threads_may_sum() -> None:
+    """They took each other's turns, and failed or waited for ever."""
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 15}) as cluster:
+        assert cluster.run(sum_on_two_threads) == [[[2.0] * 40, [2.0] * 300]] * 2
 
 
 def train_and_join() -> dict[str, Any]:
