@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ LOOPS = {0: 5, 1: 2, 2: 3}
 NARROW = [([200, 255], torch.uint8), ([-128, 127], torch.int8), ([-2_000_000_000], torch.int32)]
 """Numbers whose sum over two ranks exceeds their dtype."""
 
+TRUTHS: list[Any] = [False, 0, numpy.False_, True, 1, numpy.True_]
+"""What scripts pass as ``average``."""
+
 
 def reductions() -> dict[str, Any]:
     numbers = torch.tensor([[-3, 1, 7], [0, 2, 2]][hvd.rank()], dtype=torch.int32)
@@ -34,7 +38,7 @@ def reductions() -> dict[str, Any]:
     in_place = numbers.clone()
     return {
         **{name: hvd.allreduce(numbers, op=op) for name, op in ops.items()},
-        "old average": hvd.allreduce(numbers, False),
+        **{f"old average {given!r}": hvd.allreduce(numbers, given) for given in TRUTHS},
         "prescaled": hvd.allreduce(numbers, op=hvd.Sum, prescale_factor=0.5),
         "postscaled": hvd.allreduce(numbers.float(), op=hvd.Sum, postscale_factor=0.5),
         "fp16": hvd.allreduce(numbers.double(), name="compressed", compression=hvd.Compression.fp16),
@@ -144,7 +148,7 @@ def test_reductions(results: list[dict[str, Any]]) -> None:
         "MIN": [-3, 1, 2],
         "MAX": [0, 2, 7],
         "PRODUCT": [0, 2, 14],
-        "old average": [-3, 3, 9],
+        **{f"old average {given!r}": [-1, 1, 4] if given else [-3, 3, 9] for given in TRUTHS},
         "prescaled": [-1, 1, 4],
         "postscaled": [-1.5, 1.5, 4.5],
         "fp16": [-1.5, 1.5, 4.5],

@@ -41,7 +41,7 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if op is not None and average is not None:
         raise UsageError("allreduce: expected op or average, got both; leave average out")
     if op is None:
-        return Sum if average is False else Average
+        return Average if average is None or average else Sum
     if op is Adasum:
         raise UsageError("op Adasum: ZenPS has no adaptive summation; use Average or Sum")
     if not isinstance(op, ReduceOp):
