@@ -39,6 +39,7 @@ def reductions() -> dict[str, Any]:
     return {
         **{name: hvd.allreduce(numbers, op=op) for name, op in ops.items()},
         **{f"old average {given!r}": hvd.allreduce(numbers, given) for given in TRUTHS},
+        "complex": hvd.allreduce(torch.tensor([1 + 2j]), op=hvd.Product, prescale_factor=2.0),
         "prescaled": hvd.allreduce(numbers, op=hvd.Sum, prescale_factor=0.5),
         "postscaled": hvd.allreduce(numbers.float(), op=hvd.Sum, postscale_factor=0.5),
         "fp16": hvd.allreduce(numbers.double(), name="compressed", compression=hvd.Compression.fp16),
@@ -149,6 +150,7 @@ def test_reductions(results: list[dict[str, Any]]) -> None:
         "MAX": [0, 2, 7],
         "PRODUCT": [0, 2, 14],
         **{f"old average {given!r}": [-1, 1, 4] if given else [-3, 3, 9] for given in TRUTHS},
+        "complex": [-12 + 16j],
         "prescaled": [-1, 1, 4],
         "postscaled": [-1.5, 1.5, 4.5],
         "fp16": [-1.5, 1.5, 4.5],

@@ -167,6 +167,6 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     """Returns the tensor times ``factor`` in its own dtype. Integers are multiplied in float64."""
     if factor == 1.0:
         return tensor
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return (tensor.double() * factor).to(tensor.dtype)
     return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize < 4 else tensor * factor
