@@ -165,6 +165,31 @@ def test_what_backward_computes_last_is_the_most_important(results: list[dict[st
             assert priorities == list(range(len(priorities)))
 
 
+def train_in_groups_of_one(store: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{store}{zps.rank()}", rank=0, world_size=1)
+    parallel = DistributedDataParallel(nn.Linear(1, 1))
+    parallel.register_comm_hook(zps.CommHookState(), zps.comm_hook)
+    failed = attempt(parallel(torch.full((1,), 2.0 * zps.rank())).sum().backward)
+    dist.destroy_process_group()
+    assert parallel.module.weight.grad is not None
+    return failed or parallel.module.weight.grad.item()
+
+
+@pytest.mark.parametrize("is_elastic", [False, True])
+def test_workers_outside_of_the_group_are_refused_unless_they_may_join_late(
+    tmp_path: Path, is_elastic: bool
+) -> None:
+    settings = {"cluster.on_worker_loss": "continue" if is_elastic else "fail"}
+    with Cluster(servers=1, settings=settings) as cluster:
+        found = cluster.run(train_in_groups_of_one, tmp_path / "store")
+    if is_elastic:
+        assert found == [1.0, 1.0]
+    else:
+        assert [each.kind for each in found] == ["UsageError"] * 2
+        assert all("expected the 2 workers as ranks" in each.text for each in found)
+        assert all("got a group of 1" in each.text for each in found)
+
+
 def look_up_on_rank_0_alone(store: Path) -> tuple[list[bool], dict[str, Tensor]]:
     """As docs/usage.md has it; no rank does so in the last step. By step, whether there are rows."""
     join_group(store)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ LOOPS = {0: 5, 1: 2, 2: 3}
 NARROW = [([200, 255], torch.uint8), ([-128, 127], torch.int8), ([-2_000_000_000], torch.int32)]
 """Numbers whose sum over two ranks exceeds their dtype."""
 
+TRUTHS: list[Any] = [False, 0, numpy.False_, True, 1, numpy.True_]
+"""What scripts pass as ``average``."""
+
 
 def reductions() -> dict[str, Any]:
     numbers = torch.tensor([[-3, 1, 7], [0, 2, 2]][hvd.rank()], dtype=torch.int32)
@@ -33,7 +38,8 @@ def reductions() -> dict[str, Any]:
     in_place = numbers.clone()
     return {
         **{name: hvd.allreduce(numbers, op=op) for name, op in ops.items()},
-        "old average": hvd.allreduce(numbers, False),
+        **{f"old average {given!r}": hvd.allreduce(numbers, given) for given in TRUTHS},
+        "complex": hvd.allreduce(torch.tensor([1 + 2j]), op=hvd.Product, prescale_factor=2.0),
         "prescaled": hvd.allreduce(numbers, op=hvd.Sum, prescale_factor=0.5),
         "postscaled": hvd.allreduce(numbers.float(), op=hvd.Sum, postscale_factor=0.5),
         "fp16": hvd.allreduce(numbers.double(), name="compressed", compression=hvd.Compression.fp16),
@@ -143,7 +149,8 @@ def test_reductions(results: list[dict[str, Any]]) -> None:
         "MIN": [-3, 1, 2],
         "MAX": [0, 2, 7],
         "PRODUCT": [0, 2, 14],
-        "old average": [-3, 3, 9],
+        **{f"old average {given!r}": [-1, 1, 4] if given else [-3, 3, 9] for given in TRUTHS},
+        "complex": [-12 + 16j],
         "prescaled": [-1, 1, 4],
         "postscaled": [-1.5, 1.5, 4.5],
         "fp16": [-1.5, 1.5, 4.5],
@@ -338,6 +345,27 @@ def interrupt_a_refused_barrier() -> Any:
     again = attempt(hvd.barrier)
     hvd.join()
     return again
+
+
+def sum_on_two_threads() -> list[list[float]]:
+    """One thread waits for each sum; the other begins more of them than may be unsettled."""
+
+    def one_by_one() -> list[float]:
+        return [hvd.allreduce(torch.ones(1), op=hvd.Sum, name=f"single {n}").item() for n in range(40)]
+
+    def many() -> list[float]:
+        handles = [hvd.allreduce_async(torch.ones(1), name=f"many {n}", op=hvd.Sum) for n in range(300)]
+        return [hvd.synchronize(each).item() for each in handles]
+
+    hvd.init()
+    with ThreadPoolExecutor(2) as pool:
+        return [each.result() for each in [pool.submit(one_by_one), pool.submit(many)]]
+
+
+def test_several_threads_may_sum() -> None:
+    """They took each other's turns, and failed or waited for ever."""
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 15}) as cluster:
+        assert cluster.run(sum_on_two_threads) == [[[2.0] * 40, [2.0] * 300]] * 2
 
 
 def train_and_join() -> dict[str, Any]:

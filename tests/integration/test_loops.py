@@ -528,6 +528,22 @@ def passes_alone() -> list[Any]:
     return outcomes
 
 
+def more_passes_than_said() -> list[Any]:
+    """Rank 1 runs backward once more than the script says in the second step, and throws that away."""
+    model = make_model()
+    optimizer = zps.DistributedOptimizer(sgd(model), model.named_parameters(), backward_passes_per_step=2)
+    outcomes: list[Any] = []
+    for step in range(3):
+        for part in range(2):
+            loss_of(model, step, zps.rank(), part).backward()
+        if step == 1 and zps.rank() == 1:
+            outcomes.append(attempt(loss_of(model, step, 1, 2).backward))
+        else:
+            outcomes.append(attempt(optimizer.step))
+        optimizer.zero_grad()
+    return outcomes
+
+
 def joins_in_another_order() -> Any:
     models = [make_model(), make_model()]
     optimizers = [zps.DistributedOptimizer(sgd(model)) for model in models]
@@ -576,6 +592,7 @@ def run_all() -> dict[str, Any]:
     results["scaled in two blocks"] = attempt(scaled_in_two_blocks)
     results["disagree"] = disagree_once()
     results["drops alone"] = drops_alone()
+    results["more passes than said"] = more_passes_than_said()
     return results
 
 
@@ -707,6 +724,17 @@ def test_a_rank_that_alone_runs_backward_again_is_noticed(late_results: list[dic
         assert last.kind == "DeadlineError"
     assert ":backward ran again" in late_results[0]["passes alone"][-1].text
     assert "rank(s) 1" in late_results[0]["passes alone"][-1].text
+    assert "this rank ran backward again" in late_results[0]["passes alone"][-1].text
+
+
+def test_a_rank_that_runs_backward_more_often_than_it_said_is_refused_at_once(
+    results: list[dict[str, Any]],
+) -> None:
+    first, second = (outcome["more passes than said"] for outcome in results)
+    assert first == [None] * 3
+    assert (second[0], second[2]) == (None, None), "zero_grad() has ended the step"
+    assert second[1].kind == "UsageError"
+    assert "backward_passes_per_step = 2: expected step()" in second[1].text
 
 
 def test_joins_that_step_in_another_order_are_refused(late_results: list[dict[str, Any]]) -> None:

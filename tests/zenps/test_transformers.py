@@ -56,5 +56,6 @@ def test_a_model_that_is_compiled_gets_the_hook(callback_class: Any, world: Fake
     wrapped = torch.compile(DistributedDataParallel(nn.Linear(2, 1)), backend="eager")
     accelerator = SimpleNamespace(scaler=None)
     callback_class(SimpleNamespace(accelerator=accelerator, model_wrapped=wrapped)).on_train_begin()
+    world.ranks = (0,)  # as many as the group has
     wrapped(torch.ones(1, 2)).sum().backward()
     assert world.pushed.total() == 1

@@ -156,7 +156,8 @@ def comm_hook(state: CommHookState | None, bucket: GradBucket) -> Future[Tensor]
 
     Raises:
         UsageError: settings need :class:`DistributedOptimizer`: ``sync.consistency`` is not ``bsp``, or
-            ``sync.sparsifier`` takes the optimizer's momentum, as ``dgc`` does.
+            ``sync.sparsifier`` takes the optimizer's momentum, as ``dgc`` does; or torch.distributed has
+            other ranks than ZenPS.
     """
     state = state or _default
     gradient = bucket.buffer()
@@ -218,15 +219,26 @@ def _begin(request: Request, residuals: Residuals) -> tuple[Pending | None, Exce
 
 
 def _check_ranks() -> None:
-    """Checks that this worker does not train alone where DDP does not: nobody would average gradients.
+    """Checks that the workers are the ranks of torch.distributed.
+
+    If this worker trains alone, nobody averages gradients. If some workers are in another group of
+    torch.distributed, DDP does not give them the weights of its first rank. Elastic jobs are not checked for
+    that: a worker that joins one cannot enter the group of the others.
 
     Raises:
-        UsageError: it does.
+        UsageError: they are not.
     """
-    if not PROCESS.world.is_distributed and (ranks := dist.get_world_size()) > 1:
+    world = PROCESS.world
+    if not world.is_distributed and (ranks := dist.get_world_size()) > 1:
         raise UsageError(
             f"the DDP hook: expected the {ranks} ranks of torch.distributed as workers, got one that trains "
             "alone; set cluster.scheduler and cluster.workers for all of them, as zenps launch does"
+        )
+    if world.size > 1 and not world.is_elastic and (ranks := dist.get_world_size()) < world.size:
+        raise UsageError(
+            f"the DDP hook: expected the {world.size} workers as ranks of torch.distributed, got a group of "
+            f"{ranks}; call init_process_group with rank=zps.rank() and world_size=zps.size(), and in "
+            "Lightning give num_nodes"
         )
 
 

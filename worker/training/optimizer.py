@@ -56,8 +56,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             such as those of batch normalization, are averaged like parameters; otherwise each rank has its
             own.
         average: divide by the number of ranks; otherwise gradients are summed.
-        backward_passes_per_step: how often backward runs before ``step()``, if that is known from the first
-            step on. :meth:`no_sync` says the same for single passes.
+        backward_passes_per_step: how often backward runs before ``step()``, at most, if that is known from
+            the first step on. If it is above 1, backward raises UsageError in a pass that follows the push.
+            :meth:`no_sync` says the same for single passes.
 
     Raises:
         UsageError: ``zenps.init()`` was not called, ``optimizer`` is not an optimizer or is wrapped already,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from zenps.errors import UsageError
+from zenps.errors import UsageError, ZenPSError
 from zenps.horovod.compression import Compression, Compressor
-from zenps.horovod.reduction import Reduction
+from zenps.horovod.reduction import Reduction, check_in_place
 from zenps.horovod.turns import UNNAMED
 from zenps.worker.process import PROCESS
 
@@ -24,8 +25,12 @@ class Handle:
         self._result: Tensor | None = None
 
     def done(self) -> bool:
-        """Returns whether :meth:`wait` would return at once."""
-        return self._reduction.done()
+        """Returns whether the result is there, in place if it belongs there, or an error for :meth:`wait`."""
+        if not self._reduction.done():
+            return False
+        with contextlib.suppress(ZenPSError):
+            self.wait()
+        return True
 
     def wait(self) -> Tensor:
         """Returns the result: a new tensor, or the one that is overwritten. May be called repeatedly."""
@@ -57,14 +62,20 @@ def push_pull_async(
 def push_pull_async_inplace(
     tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> Handle:
-    """Begins a push_pull in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    """Begins a push_pull in place: ``tensor`` is overwritten by :func:`synchronize`, or by :func:`poll`.
+
+    Raises:
+        TensorError: ``tensor`` is sparse, or as :func:`push_pull_async` raises.
+    """
+    check_in_place([tensor])
     return _begin(tensor, average, name, priority, tensor)
 
 
 def push_pull_inplace(
     tensor: Tensor, average: bool = True, name: str | None = None, version: int = 0, priority: int = 0
 ) -> Tensor:
-    """Averages or sums in place; returns ``tensor``. Arguments are those of :func:`push_pull_async`."""
+    """Averages or sums in place; returns ``tensor``. Arguments and errors are those of
+    :func:`push_pull_async_inplace`."""
     return push_pull_async_inplace(tensor, average, name, version, priority).wait()
 
 
@@ -88,7 +99,7 @@ def push_pull(
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether :func:`synchronize` would return at once."""
+    """Returns whether :func:`synchronize` would return at once; then a result in place is written."""
     return handle.done()
 
 

@@ -55,6 +55,16 @@ class Setting(NamedTuple):
     description: str
 
 
+_WORLD_SIZES: Final = (
+    *("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+    "BYTEPS_LOCAL_SIZE",
+)
+"""In which torchrun, horovodrun, MPI's launchers and bpslaunch say how many processes they have started.
+
+Not ``SLURM_NTASKS``: the shell of a batch job has it, too, and one process that is started there is alone.
+"""
+
+
 def variable_of(name: str) -> str:
     """The environment variable of the setting ``section.field``."""
     return "ZENPS_" + name.replace(".", "_").upper()
@@ -173,18 +183,15 @@ def require_cluster(loaded: Loaded, environ: Mapping[str, str] = os.environ) -> 
     """
     if loaded.config.cluster.scheduler:
         return
-    world = _integer(environ, "WORLD_SIZE", at_least=1) or 1
-    if world > 1:
-        evidence = f"WORLD_SIZE={world}"
-    elif loaded.config.cluster.workers > 1:
-        evidence = f"cluster.workers={loaded.config.cluster.workers}"
-    else:
-        return
-    raise ConfigError(
-        "cluster.scheduler",
-        "",
-        f"'host:port' of the scheduler, because {evidence} says this is one of several workers",
-    )
+    counts = [(name, _integer(environ, name, at_least=1) or 1) for name in _WORLD_SIZES]
+    for name, count in [*counts, ("cluster.workers", loaded.config.cluster.workers)]:
+        if count > 1:
+            raise ConfigError(
+                "cluster.scheduler",
+                "",
+                f"'host:port' of the scheduler, because {name}={count} says this is one of several workers; "
+                "start them by zenps launch, or set it for all of them",
+            )
 
 
 def rank_from_environment(environ: Mapping[str, str] = os.environ) -> int | None:

@@ -46,7 +46,7 @@ def broadcast_async(
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """As :func:`broadcast_async`, in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    """As :func:`broadcast_async`, in place: :func:`synchronize` or :func:`poll` overwrites ``tensor``."""
     return _begin_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 

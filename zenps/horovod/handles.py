@@ -40,10 +40,14 @@ class Handle:
         TURNS.take(call)
 
     def done(self) -> bool:
-        """Returns whether :meth:`wait` need not wait for other ranks any more."""
+        """Returns whether the result is there, in place if it belongs there, or an error for :meth:`wait`."""
         if not TURNS.is_settled(self._call):
             return False
-        return self._call.error is not None or all(part.done() for part in self._parts)
+        if self._call.error is None and not all(part.done() for part in self._parts):
+            return False
+        with contextlib.suppress(ZenPSError):
+            self.wait()
+        return True
 
     def wait(self) -> Any:
         """Returns the result, or raises why there is none. May be called repeatedly."""
@@ -58,7 +62,7 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Returns whether :func:`synchronize` need not wait for other ranks any more.
+    """Returns whether :func:`synchronize` need not wait any more; then a result in place is written.
 
     This may wait itself. Once all ranks have made the call, it begins allgathers, broadcasts, and allreduces
     by Min, Max and Product, and waits for ranks that neither wait for the result nor poll it.

@@ -13,7 +13,7 @@ from zenps.errors import UsageError, ZenPSError
 
 from .handles import Handle, delivered, names_of
 from .process import ProcessSet, check_process_set, global_process_set
-from .reduction import Reduction, description
+from .reduction import Reduction, check_in_place, description
 from .turns import REDUCES, Call
 
 
@@ -41,7 +41,7 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if op is not None and average is not None:
         raise UsageError("allreduce: expected op or average, got both; leave average out")
     if op is None:
-        return Sum if average is False else Average
+        return Average if average is None or average else Sum
     if op is Adasum:
         raise UsageError("op Adasum: ZenPS has no adaptive summation; use Average or Sum")
     if not isinstance(op, ReduceOp):
@@ -65,7 +65,12 @@ def allreduce_async_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
-    """Begins an allreduce in place: ``tensor`` is overwritten by :func:`synchronize`."""
+    """Begins an allreduce in place: ``tensor`` is overwritten by :func:`synchronize`, or by :func:`poll`.
+
+    Raises:
+        TensorError: ``tensor`` is sparse, or as :func:`allreduce` raises.
+    """
+    check_in_place([tensor])
     how = reduce_op(op, average), prescale_factor, postscale_factor
     return _begin([tensor], name, *how, process_set, in_place=True, is_group=False)
 
@@ -85,7 +90,9 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Handle:  # fmt: skip
-    """Begins an allreduce of each tensor in place; the result is the list of them."""
+    """Begins an allreduce of each tensor in place, as :func:`allreduce_async_`; the result is the list of
+    them."""
+    check_in_place(tensors)
     how = reduce_op(op, average), prescale_factor, postscale_factor
     return _begin(tensors, name, *how, process_set, in_place=True, is_group=True)
 
@@ -94,7 +101,7 @@ def allreduce_(
     tensor: Tensor, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet = global_process_set,
 ) -> Tensor:  # fmt: skip
-    """Allreduce in place; returns ``tensor``. Arguments and errors are those of :func:`allreduce`."""
+    """Allreduce in place; returns ``tensor``. Arguments and errors are those of :func:`allreduce_async_`."""
     handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
     result: Tensor = handle.wait()
     return result
@@ -167,6 +174,6 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     """Returns the tensor times ``factor`` in its own dtype. Integers are multiplied in float64."""
     if factor == 1.0:
         return tensor
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() or tensor.is_complex()):
         return (tensor.double() * factor).to(tensor.dtype)
     return (tensor.float() * factor).to(tensor.dtype) if tensor.itemsize < 4 else tensor * factor

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zenps import worker
+from zenps.errors import TensorError
 from zenps.worker.collectives.raw_bytes import DTYPES
 from zenps.worker.core.request import NARROW, Options, Request, describe
 from zenps.worker.process import PROCESS
@@ -51,6 +53,19 @@ class Reduction:
         if not self._divides:
             return result
         return result.div(worker.size(), rounding_mode="trunc").to(self._dtype)
+
+
+def check_in_place(tensors: Iterable[Tensor]) -> None:
+    """Checks that results can be written to tensors, so that whoever has these sees them.
+
+    Raises:
+        TensorError: one is sparse. ``gradient.data`` of a sparse gradient, for example, is another tensor.
+    """
+    if any(tensor.is_sparse for tensor in tensors):
+        raise TensorError(
+            "in place: expected dense tensors, got a sparse one; use a call that returns a new tensor, and "
+            "assign that, as in p.grad = allreduce(p.grad)"
+        )
 
 
 def description(tensor: Tensor, average: bool) -> list[Any]:

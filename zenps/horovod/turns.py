@@ -7,6 +7,7 @@ ranks exchange what they call, and those that have joined push zeros under the s
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -71,9 +72,12 @@ class Call:
 
 
 class Turns:
-    """The calls of this rank, in order."""
+    """The calls of this rank, in order. Several threads may make calls that have no work."""
 
     def __init__(self) -> None:
+        # Not one lock: a thread waits for other ranks while it settles, and they may wait for turns that
+        # other threads take here.
+        self._taking, self._settling = threading.RLock(), threading.RLock()
         self._optimizers: list[tuple[Prefix, weakref.ref[worker.DistributedOptimizer]]] = []
         """They may outlive the job in which they were made."""
         self._unsettled: deque[tuple[worker.Pending, Call | None]] = deque()
@@ -107,13 +111,17 @@ class Turns:
 
     def take(self, call: Call | None) -> None:
         """Tells the other ranks that this one makes a call, or has joined if ``call`` is None."""
-        if len(self._unsettled) == WINDOW:
-            self._settle_first()
         has_joined = torch.tensor([int(call is None)], device="cpu")
-        name = f"horovod/turn/{self._taken % WINDOW}"
-        with MASK:  # a turn that other ranks learn of is known here
-            self._unsettled.append((worker.push_pull_async(has_joined, name, average=False), call))
-            self._taken += 1
+        while True:
+            with MASK, self._taking:  # a turn that other ranks learn of is known here
+                if len(self._unsettled) < WINDOW:
+                    name = f"horovod/turn/{self._taken % WINDOW}"
+                    self._unsettled.append((worker.push_pull_async(has_joined, name, average=False), call))
+                    self._taken += 1
+                    return
+            with self._settling:
+                if len(self._unsettled) == WINDOW:
+                    self._settle_first()
 
     def settle(self, call: Call) -> None:
         """Waits until all ranks have made this call, and runs its work.
@@ -122,15 +130,20 @@ class Turns:
             UsageError: a rank has joined, and the call is neither an allreduce nor a step.
             MismatchError: a rank has joined, and the others make different calls.
         """
-        while not call.is_settled:
-            self._settle_first()
+        with self._settling:
+            while not call.is_settled:
+                self._settle_first()
         if call.error is not None:
             raise call.error
 
     def is_settled(self, call: Call) -> bool:
         """Settles the calls that all ranks have made; returns whether ``call`` is one of them."""
-        while not call.is_settled and worker.poll(self._unsettled[0][0]):
-            self._settle_first()
+        if self._settling.acquire(blocking=False):  # else another thread settles them, and may wait for ranks
+            try:
+                while not call.is_settled and worker.poll(self._unsettled[0][0]):
+                    self._settle_first()
+            finally:
+                self._settling.release()
         return call.is_settled
 
     def run(self, what: list[Any], work: Callable[[], Any]) -> Any:

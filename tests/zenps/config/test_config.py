@@ -576,21 +576,31 @@ class TestRanks:
 class TestRequireCluster:
     def test_alone(self) -> None:
         require_cluster(load(environ={}), {})
-        require_cluster(load(environ={"WORLD_SIZE": "1"}), {"WORLD_SIZE": "1"})
-
-    def test_with_a_scheduler(self) -> None:
-        environ = {"WORLD_SIZE": "4", "ZENPS_CLUSTER_SCHEDULER": "h:1"}
-        require_cluster(load(environ=environ), environ)
 
     @pytest.mark.parametrize("override", [[], ["cluster.workers=1"]])
-    def test_torchrun_without_a_scheduler(self, override: list[str]) -> None:
-        environ = {"WORLD_SIZE": "4"}
+    @pytest.mark.parametrize(
+        "variable",
+        [
+            *("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+            "BYTEPS_LOCAL_SIZE",
+        ],
+    )
+    def test_launchers_without_a_scheduler(self, variable: str, override: list[str]) -> None:
+        environ = {variable: "4"}
         with pytest.raises(ConfigError) as caught:
             require_cluster(load(environ=environ, sets=override), environ)
         assert str(caught.value) == (
-            "cluster.scheduler = '': expected 'host:port' of the scheduler, "
-            "because WORLD_SIZE=4 says this is one of several workers"
+            "cluster.scheduler = '': expected 'host:port' of the scheduler, because "
+            f"{variable}=4 says this is one of several workers; start them by zenps launch, or set it for "
+            "all of them"
         )
+        configured = environ | {"DMLC_PS_ROOT_URI": "h", "DMLC_PS_ROOT_PORT": "1"}
+        require_cluster(load(environ=configured, sets=override), configured)
+        require_cluster(load(environ={variable: "1"}), {variable: "1"})
+
+    def test_one_process_in_the_shell_of_a_slurm_job(self) -> None:
+        environ = {"SLURM_NTASKS": "4"}
+        require_cluster(load(environ=environ), environ)
 
     def test_workers_without_a_scheduler(self) -> None:
         with pytest.raises(ConfigError, match=r"because cluster\.workers=2 says"):

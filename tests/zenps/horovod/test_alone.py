@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zenps as zps
 import zenps.horovod as hvd
-from zenps.errors import MismatchError, UsageError
+from zenps.errors import MismatchError, TensorError, UsageError
 from zenps.horovod.reduction import description
 from zenps.horovod.turns import REDUCES, TURNS, UNNAMED, WINDOW
 from zenps.worker.core.pending import Pending
@@ -42,6 +42,31 @@ def test_factors_multiply_in_float32_or_wider(where: str, dtype: torch.dtype) ->
     factor: dict[str, Any] = {where: 0.1}
     assert torch.equal(hvd.allreduce(given, **factor), (wide * 0.1).to(dtype))
     assert hvd.allreduce(torch.tensor([-7, 7, 1 << 40]), **factor).tolist() == [0, 0, (1 << 40) // 10]
+
+
+def test_poll_writes_the_result_of_a_call_in_place() -> None:
+    """As Horovod does, whose scripts may use the tensor then."""
+    tensors = [torch.tensor([4.0]) for _ in range(3)]
+    handles = [
+        hvd.allreduce_async_(tensors[0], postscale_factor=0.5),
+        hvd.grouped_allreduce_async_(tensors[1:2], postscale_factor=0.5),
+        hvd.allreduce_async_(tensors[2], op=hvd.Max, postscale_factor=0.5),
+    ]
+    assert all(map(hvd.poll, handles))
+    assert [each.item() for each in tensors] == [2.0] * 3
+
+
+def test_sparse_tensors_are_not_reduced_in_place() -> None:
+    """The result went to a tensor that nobody had: each ``.data`` of a sparse gradient is a new one."""
+    table = nn.Embedding(3, 1, sparse=True)
+    table(torch.tensor([1])).square().sum().backward()
+    assert table.weight.grad is not None
+    gradient = table.weight.grad.data
+    with pytest.raises(TensorError, match="expected dense tensors, got a sparse one"):
+        hvd.allreduce_(gradient)
+    with pytest.raises(TensorError, match="expected dense tensors, got a sparse one"):
+        hvd.grouped_allreduce_([torch.ones(1), gradient])
+    assert torch.equal(hvd.allreduce(gradient).to_dense(), gradient.to_dense())
 
 
 def test_results_of_calls_in_place_are_the_tensors_themselves() -> None:

@@ -11,7 +11,7 @@ from msgspec import structs
 from torch import Tensor
 from torch.nn import Parameter
 
-from zenps.errors import MismatchError, UsageError, ZenPSError
+from zenps.errors import DeadlineError, MismatchError, UsageError, ZenPSError
 from zenps.sparsifiers.base import Momentum
 
 from ...core.interrupts import MASK
@@ -137,13 +137,35 @@ class GradientPushes:
         """
         owners = self._owners
         outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")
-        counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}:backward ran again")).wait()
+        try:
+            counts = PROCESS.world.begin(Request(outdated, f"{self._prefix}:backward ran again")).wait()
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"{error}; this rank ran backward again after its gradients were pushed: expected the same "
+                "on all ranks; run it equally often on each, or give the optimizer backward_passes_per_step"
+            ) from error
         self.outdated = {owner for owner, ranks in zip(owners, counts.tolist(), strict=True) if ranks}
         for owner in owners:
             if owner not in self.outdated:
                 continue
             self.averages.handles.pop(owner).wait()
             self._push(owner)
+
+    def note_outdated(self, owner: Parameter | Bucket, passes_per_step: int) -> None:
+        """Notes that backward has computed what is in flight again.
+
+        Raises:
+            UsageError: the script has said that backward runs fewer times, or as
+                :meth:`check_without_residual`.
+        """
+        if passes_per_step > 1:
+            raise UsageError(
+                f"backward_passes_per_step = {passes_per_step}: expected step() after as many passes, got "
+                f"another backward once {self._name_of(owner)!r} was pushed; give the largest number of "
+                "passes, on all ranks; zero_grad() ends this step"
+            )
+        self.check_without_residual(owner, "backward again")
+        self.outdated.add(owner)
 
     def check_without_residual(self, owner: Parameter | Bucket, call: str) -> None:
         """Checks that what is in flight may be dropped.
@@ -152,12 +174,14 @@ class GradientPushes:
             UsageError: the rest of what was pushed, a residual, is pushed with the next gradients.
         """
         if owner in self.averages.partial:
-            name = owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
             raise UsageError(
-                f"{name!r} was pushed, quantized or sparsified: expected step() next, got {call}; run each "
-                "backward that step() does not follow inside no_sync() of this optimizer, or set "
-                "backward_passes_per_step; zero_grad() ends this step"
+                f"{self._name_of(owner)!r} was pushed, quantized or sparsified: expected step() next, got "
+                f"{call}; run each backward that step() does not follow inside no_sync() of this optimizer, "
+                "or set backward_passes_per_step; zero_grad() ends this step"
             )
+
+    def _name_of(self, owner: Parameter | Bucket) -> str:
+        return owner.name if isinstance(owner, Bucket) else self._agreement.names[owner]
 
     def push_sparse(self, parameter: Parameter) -> None:
         """Pushes a gradient that ranks agreed is sparse, whatever this rank has of it."""

@@ -354,8 +354,7 @@ class GradientSynchronizer(Consistency):
         if parameter.grad is not None and not (self.accumulates and self.may_change_unpushed):
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
-            self._pushes.check_without_residual(owner, "backward again")
-            self._pushes.outdated.add(owner)
+            self._pushes.note_outdated(owner, self.passes_per_step)
         elif (
             self.accumulates
             or not self._pushes.are_early
