@@ -51,7 +51,9 @@ def on_lost(job: Job, node: Node, now: float, why: str = "", *, has_ended: bool 
     silent, lease = now - node.last_heard, job.cluster.lease_seconds
     reason = f"{node.member} is lost: {why or f'silent for {silent:.1f} s, its lease is {lease:g} s'}"
     if node.role == "worker":
-        reason += f"; its last step was {node.load.get('step', 0):.0f}; {GONE_ADVICE}"
+        if (step := node.load.get("step")) is not None:
+            reason += f"; the last step that it reported was {step:.0f}"
+        reason += f"; {GONE_ADVICE}"
     # The service logs and counts what is sent: if nobody is left, it goes to the lost node.
     sends = to_all(job.members.alive() or [node], Departed(node.member, True, reason))
     if job.state == "draining":

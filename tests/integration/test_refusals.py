@@ -61,7 +61,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "priority 'high': expected an integer",
     ),
     "name not text": (lambda: zps.push_pull(torch.ones(3), 7), "UsageError", "string"),  # type: ignore[arg-type]
-    "name not Unicode": (lambda: zps.push_pull(torch.ones(3), "\ud800"), "UsageError", "a string"),
+    "name not Unicode": (lambda: zps.push_pull(torch.ones(3), "\ud800"), "UsageError", "UTF-8"),
     "no such root": (
         lambda: zps.broadcast_parameters({"x": torch.ones(3)}, root_rank=2),
         "UsageError",

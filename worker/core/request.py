@@ -204,7 +204,9 @@ def check_average(average: object, where: str) -> None:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or _SURROGATE.search(name):
-        raise UsageError(f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters")
+        raise UsageError(
+            f"tensor name {name!r:.60}: expected a string of 1 to 1024 characters that UTF-8 can encode"
+        )
 
 
 def _check_tensor(tensor: object, average: bool) -> None:
