@@ -87,9 +87,9 @@ class _Service:
         self._authenticator = Authenticator(ctx, keys, counters.count_refusal, "worker")
         limit = cluster.max_message_bytes
         queue = size_receive_queue(config)
-        setting = "cluster.server_port" if cluster.server_port else "cluster.host"
+        settings = "cluster.host", "cluster.server_port" if cluster.server_port else "cluster.host"
         self._socket, self._address = bind_router(
-            ctx, host, cluster.server_port, limit, keys, queue.max_messages, setting
+            ctx, host, cluster.server_port, limit, keys, queue.max_messages, settings
         )
         warn_if_open(keys, self._address)
         # Twice the limit, for positions and values, and twice an envelope, for everything else.

@@ -21,6 +21,7 @@ assert (old.links, old.commit) == (None, "unknown")
 bench.train = lambda way, steps, seeds: next(run for run in old.runs if run.way == way)
 bench.time_delays, bench.time_racks = (lambda *_: old.delayed), (lambda *_: old.racked)
 bench.why_not_here = lambda: ""
+bench.find_commit = lambda: "c0ffee"
 bench.main(["--json", sys.argv[2]])
 """
 FINETUNE = """
@@ -31,6 +32,7 @@ old = msgspec.json.decode(open(sys.argv[1], "rb").read(), type=bench.Report)
 assert (old.links, old.commit) == (None, "unknown")
 bench.train = lambda way, *_: (next(run for run in old.runs if run.way == way), old.parameters)
 bench.time_steps = lambda way, *_: old.step_seconds[way]
+bench.find_commit = lambda: "c0ffee"
 bench.main(["--json", sys.argv[2]])
 """
 
@@ -48,5 +50,5 @@ def test_conditions_are_recorded(script: str, name: str, tmp_path: Path) -> None
     new = json.loads((tmp_path / "new.json").read_text())
     assert new["links"]["packet_segments"] > 0
     assert new["links"]["congestion_control"]
-    assert new["commit"]
+    assert new["commit"] == "c0ffee"
     assert new["runs"] == json.loads(without.read_text())["runs"]

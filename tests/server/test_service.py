@@ -123,6 +123,7 @@ def test_a_server_that_cannot_listen_names_the_setting() -> None:
         for field, host, port in (
             ("cluster.server_port", "127.0.0.1", taken),
             ("cluster.host", "no-such-host.invalid", 0),
+            ("cluster.host", "no-such-host.invalid", 1234),
         ):
             config = Config(cluster=ClusterConfig(scheduler=address, host=host, server_port=port))
             with pytest.raises(ConfigError, match=f"{host}:{port}': expected an address that") as caught:

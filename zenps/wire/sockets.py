@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from socket import gaierror
 from typing import Any
 
 import zmq
@@ -127,7 +128,7 @@ def bind_router(
     max_message_bytes: int,
     keys: Keys | None = None,
     max_unread: int = MAX_UNREAD_MESSAGES,
-    setting: str = "cluster.scheduler",
+    settings: tuple[str, str] = ("cluster.scheduler", "cluster.scheduler"),
 ) -> tuple[Socket, str]:
     """A ROUTER on ``host``, or on all interfaces if others may resolve ``host`` to another address.
 
@@ -136,7 +137,8 @@ def bind_router(
     the peer down (backpressure). Returns the socket and its address, ``tcp://host:port`` with the real port.
 
     Raises:
-        ConfigError: the port is taken, or ``host`` cannot be resolved. It names ``setting``.
+        ConfigError: ``host`` cannot be resolved, or the port is taken. It names one of ``settings``, in this
+            order.
     """
     socket = _socket(ctx, zmq.ROUTER, max_message_bytes)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED_MESSAGES)
@@ -157,6 +159,7 @@ def bind_router(
         socket.bind(f"tcp://{format_address(bindable(host), port or '*')}")
     except (zmq.ZMQError, OSError) as error:
         socket.close()
+        setting = settings[not isinstance(error, gaierror)]
         allowed = f"an address that can be bound ({error})"
         raise ConfigError(setting, format_address(host, port), allowed) from None
     bound_port = socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
