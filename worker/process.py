@@ -14,7 +14,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from multiprocessing import parent_process
 from types import FrameType
 
 from zenps.config.settings import FIELDS, Config
@@ -170,7 +169,7 @@ class Process:
             ) as error:  # also Ctrl-C and SIGTERM's SystemExit: a later init() needs the port
                 self._world = None  # it was there already if the interrupt came last of all
                 opened.close()
-                if isinstance(error, UsageError) and parent_process() is not None:
+                if isinstance(error, UsageError) and sys.modules["__main__"].__name__ == "__mp_main__":
                     raise UsageError(f"{error}; {_SPAWNED}") from error
                 raise
             finally:

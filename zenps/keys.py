@@ -46,7 +46,8 @@ _OPEN_TO_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 _LIST_HEADER: Final = """\
 # The public keys of one job, written by zenps keygen. Every node needs a copy.
-# A node without a line here is refused everywhere: to revoke a key, remove its line.
+# A node without a line here is refused everywhere: to revoke a key, remove its line. But running nodes do
+# not take a list without the scheduler's line.
 """
 
 

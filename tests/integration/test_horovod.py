@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -366,6 +367,27 @@ def test_several_threads_may_sum() -> None:
     """They took each other's turns, and failed or waited for ever."""
     with Cluster(servers=1, settings={"cluster.deadline_seconds": 15}) as cluster:
         assert cluster.run(sum_on_two_threads) == [[[2.0] * 40, [2.0] * 300]] * 2
+
+
+def wait_for_a_call_beside_another() -> list[float]:
+    """A thread waits for a sum that rank 1 begins only when rank 0 has waited for another on this thread."""
+    hvd.init()
+    early = hvd.allreduce_async(torch.ones(1), name="early", op=hvd.Sum)
+    with ThreadPoolExecutor(1) as pool:
+        if hvd.rank() == 0:
+            late = pool.submit(hvd.allreduce, torch.ones(1), name="late", op=hvd.Sum)
+            while not early._call.is_settled:  # by that thread, which waits for rank 1 next
+                time.sleep(0.01)
+        total = hvd.synchronize(early)
+        zps.barrier()
+        if hvd.rank() == 1:
+            late = pool.submit(hvd.allreduce, torch.ones(1), name="late", op=hvd.Sum)
+        return [total.item(), late.result().item()]
+
+
+def test_a_call_that_all_ranks_have_made_does_not_wait_for_another_thread_s() -> None:
+    with Cluster(servers=1, settings={"cluster.deadline_seconds": 15}) as cluster:
+        assert cluster.run(wait_for_a_call_beside_another) == [[2.0, 2.0]] * 2
 
 
 def train_and_join() -> dict[str, Any]:

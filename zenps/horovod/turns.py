@@ -130,9 +130,10 @@ class Turns:
             UsageError: a rank has joined, and the call is neither an allreduce nor a step.
             MismatchError: a rank has joined, and the others make different calls.
         """
-        with self._settling:
-            while not call.is_settled:
-                self._settle_first()
+        while not call.is_settled:
+            with self._settling:
+                if not call.is_settled:  # another thread may have settled it meanwhile
+                    self._settle_first()
         if call.error is not None:
             raise call.error
 

@@ -151,18 +151,21 @@ class GradientPushes:
             self.averages.handles.pop(owner).wait()
             self._push(owner)
 
-    def note_outdated(self, owner: Parameter | Bucket, passes_per_step: int) -> None:
+    def note_outdated(self, owner: Parameter | Bucket, most_passes: int) -> None:
         """Notes that backward has computed what is in flight again.
+
+        Args:
+            most_passes: how often backward may run before ``step()``, if the script has said so; else 0.
 
         Raises:
             UsageError: the script has said that backward runs fewer times, or as
                 :meth:`check_without_residual`.
         """
-        if passes_per_step > 1:
+        if most_passes:
             raise UsageError(
-                f"backward_passes_per_step = {passes_per_step}: expected step() after as many passes, got "
-                f"another backward once {self._name_of(owner)!r} was pushed; give the largest number of "
-                "passes, on all ranks; zero_grad() ends this step"
+                f"backward_passes_per_step: expected step() after at most {most_passes} passes, got another "
+                f"backward once {self._name_of(owner)!r} was pushed; give the largest number of passes, on "
+                "all ranks; zero_grad() ends this step"
             )
         self.check_without_residual(owner, "backward again")
         self.outdated.add(owner)

@@ -354,7 +354,8 @@ class GradientSynchronizer(Consistency):
         if parameter.grad is not None and not (self.accumulates and self.may_change_unpushed):
             self._computed[parameter] = Snapshot(parameter.grad)
         if owner in self._pushes.averages.handles:
-            self._pushes.note_outdated(owner, self.passes_per_step)
+            most = max(self.passes_per_step, self._passes.most)
+            self._pushes.note_outdated(owner, most if self.passes_per_step > 1 else 0)
         elif (
             self.accumulates
             or not self._pushes.are_early

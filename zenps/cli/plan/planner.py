@@ -17,7 +17,7 @@ from zenps.schemes.costs import predict_step
 from zenps.schemes.registry import fixed_schemes, scheme_of
 from zenps.schemes.traffic import Cost, Links
 
-from .profile import Profile
+from .profile import GRANULES, Profile
 from .sparsified import sparsifier_savings
 from .units import show_bytes, show_seconds
 
@@ -73,7 +73,7 @@ class Plan(Struct, kw_only=True):
     predictions: list[Prediction]
     scheme: str
     granule: int | None
-    """``sync.granule``; None if no tensor of single elements can have nearly even shares."""
+    """``sync.granule``; None if no sparse tensor has single elements for rows."""
     reason: str
     notes: list[str]
 
@@ -104,6 +104,8 @@ def make_plan(
     choice = _choose(possible[links.workers])
     tensors = [_summary(profile, links) for profile in found]
     granules = [granule for profile in found if (granule := profile.granule(links.parts)) is not None]
+    if not granules and any(profile.has_elements for profile in found):
+        granules = [GRANULES[0]]  # all are too small for nearly even shares
     granule = min(granules, default=None)
     predictions = [
         Prediction(
@@ -179,7 +181,7 @@ def _reasons(
     said.append(_where_it_changes(by_count))
     if granule is not None:
         runs = f"Elements are partitioned in runs of {granule} (sync.granule)"
-        said.append(f"{runs}, so that servers have even shares.")
+        said.append(f"{runs}, for even shares of all servers.")
     return said
 
 

@@ -195,6 +195,11 @@ class Profile:
         """The skew of rows, as for :meth:`Occurrences.skew`."""
         return self._rows.skew(parts, workers)
 
+    @property
+    def has_elements(self) -> bool:
+        """True if rows are single elements, which may be dealt to servers in granules."""
+        return self.is_sparse and self.columns == 1
+
     def granule(self, parts: int) -> int | None:
         """The largest granule with which ``parts`` servers have nearly even shares of what a worker pushes.
 
@@ -202,7 +207,7 @@ class Profile:
         are too few for nearly even shares. A thinned trace does not tell which adjacent elements are present,
         so all elements of a granule are assumed to be.
         """
-        if not self.is_sparse or self.columns > 1:
+        if not self.has_elements:
             return None
         even = (size for size in GRANULES if self._imbalance(parts, size) <= MAX_IMBALANCE)
         return max(even, default=None)

@@ -136,8 +136,8 @@ def test_a_tensor_too_small_for_even_shares_does_not_decide_the_granule(made_up:
     both, alone = make_plan([big, small], network, [8]), make_plan([small], network, [8])
     assert both.granule == big.granule(4) == 64
     assert "in runs of 64 (sync.granule)" in both.reason
-    assert alone.granule is None
-    assert "sync.granule" not in alone.reason
+    assert alone.granule == 1
+    assert "in runs of 1 (sync.granule)" in alone.reason
 
 
 def test_latency_decides_small_tensors(made_up: Any) -> None:
