@@ -130,7 +130,8 @@ class Dispatcher:
         if self._trace.is_on:
             about = chunk_args(push)
             self._trace.did(begin_ns, "receive", **about, rank=push.rank, rows=push.rows, bytes=size)
-        actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
+        held = HeldPush(peer, push, payload, payload.size_bytes, payload.row_bytes)
+        actions = self._rounds.on_push(held, time.monotonic())
         self._metrics.received_bytes.total += size
         return actions
 

@@ -47,6 +47,13 @@ def positions_and_values(push: Push, frames: Sequence[memoryview]) -> tuple[memo
     return positions, values
 
 
+def row_values_bytes(push: Push) -> int:
+    """The most bytes that the values of one row take in the form in which they travel."""
+    if push.values == "same":
+        return push.columns * DTYPES[push.dtype].itemsize
+    return VALUE_CODECS[push.values].size_bytes(1, push.columns)
+
+
 def check_values(push: Push, values: memoryview) -> None:
     """Checks that the values of a push are what its message announces.
 

@@ -126,10 +126,12 @@ class Admission:
         """
         own, ranks = len(held.push.ranks), len(self.ranks)
         max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
-        if held.whole_bytes <= max_bytes:
+        # Not ``whole_bytes``, which may be far more if fragments have few rows.
+        size_bytes = held.size_bytes * held.push.fragments
+        if size_bytes <= max_bytes:
             return ""
         return (
-            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
+            f"rank {held.push.rank} pushes {size_bytes} bytes to one server, expected at most "
             f"{max_bytes} for {own} of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or "
             "push fewer rows at first"
         )

@@ -29,12 +29,17 @@ TENSORS, CHUNKS = ["a", "b", "c"], 2
 
 
 def make_held(
-    rank: int, key: Key, size_bytes: int = 100, shape: tuple[int, ...] = (8, 4), **fields: object
+    rank: int,
+    key: Key,
+    size_bytes: int = 100,
+    shape: tuple[int, ...] = (8, 4),
+    row_bytes: int = 0,
+    **fields: object,
 ) -> HeldPush:
     push = Push(1, rank, *key, CHUNKS, "sparse", "float32", shape, 4, 4, 2, "coo", True)
     for name, value in fields.items():
         push = Push(**{field: getattr(push, field) for field in push.__struct_fields__} | {name: value})
-    return HeldPush(peer_of(rank), push, payload=None, size_bytes=size_bytes)
+    return HeldPush(peer_of(rank), push, None, size_bytes, row_bytes)
 
 
 def peer_of(rank: int) -> bytes:
@@ -1444,11 +1449,34 @@ def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
     assert memory_of(rounds) == held_bytes
 
 
-@pytest.mark.parametrize("fields", [{"fragments": 4}, {"rows": 4}])
-def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> None:
+def test_an_empty_fragment_counts_the_row_that_each_of_the_others_may_have() -> None:
+    """Otherwise a rank could open any number of rounds as if they were empty, and fill them afterwards."""
+    rounds = make_rounds(2, budget_bytes=20_000)
+    empty = [
+        make_held(1, Key("a", 0, chunk), rows=0, row_bytes=1000, chunks=10, fragments=3)
+        for chunk in range(10)
+    ]
+    actions = [action for held in empty for action in rounds.on_push(held, 0.0)]
+    assert (rounds.open_rounds, len(actions)) == (2, 8)
+    assert memory_of(rounds) == 2 * (ROUND_BYTES + 2 * 3 * (100 + 1000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"fragments": 4}, "2 rows in one of 4 fragments, expected 2 in one of 3"),
+        ({"rows": 4}, "4 rows in one of 3 fragments, expected 2 in one of 3"),
+        ({"columns": 5}, "4 positions of 5 element(s), expected one of rank(s) 1: sparse"),
+        ({"chunks": 3}, "in 3 chunk(s) for each server, "),
+        ({"dtype": "float64"}, "sparse float64 (8, 4), averaged"),
+        ({"values": "int8"}, "sparse float32 as int8 (8, 4)"),
+        ({"stands_for": (0,)}, "a fragment of rank(s) 1, 0: sparse"),
+    ],
+)
+def test_a_fragment_of_another_push_is_refused(fields: dict[str, object], reason: str) -> None:
     rounds = make_rounds(2)
     push_fragment(rounds, 1, 0)
-    with pytest.raises(ProtocolError, match=r"payload: \d rows in one of \d fragments"):
+    with pytest.raises(ProtocolError, match=f"payload: .*{re.escape(reason)}"):
         push_fragment(rounds, 1, 1, **fields)
     push_fragment(rounds, 1, 1)
     rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)
