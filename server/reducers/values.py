@@ -55,13 +55,15 @@ def row_values_bytes(push: Push) -> int:
 
 
 def check_values(push: Push, values: memoryview) -> None:
-    """Checks that the values of a push are what its message announces.
+    """Checks that a push does not contradict itself, and that its values are what it announces.
 
     Raises:
         ProtocolError: they are not.
     """
     if push.rows > push.span:
         raise ProtocolError("payload", f"{push.rows} rows in a span of {push.span}")
+    if push.chunk >= push.chunks:
+        raise ProtocolError("payload", f"chunk {push.chunk} of {push.chunks}, expected less")
     if push.average and not DTYPES[push.dtype].is_floating_point:
         raise ProtocolError("payload", f"an average of {push.dtype}, expected a floating-point dtype")
     if push.values == "same":

@@ -359,6 +359,13 @@ def test_a_payload_says_what_a_row_more_takes() -> None:
     assert read(push, [memoryview(b""), memoryview(b"")]).row_bytes == 8 + 1 + 3
 
 
+def test_a_chunk_beyond_the_last_is_refused() -> None:
+    for push, frames in ((SPARSE, SPARSE_FRAMES), (DENSE, DENSE_FRAMES)):
+        read(msgspec.structs.replace(push, chunk=2, chunks=3), frames)
+        with pytest.raises(ProtocolError, match="payload: chunk 3 of 3, expected less"):
+            read(msgspec.structs.replace(push, chunk=3, chunks=3), frames)
+
+
 def test_a_payload_counts_its_decoded_positions() -> None:
     assert read(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4 + RECEIVE_BUFFER_BYTES
     assert read(DENSE, DENSE_FRAMES).size_bytes == 8 * 4 + RECEIVE_BUFFER_BYTES
