@@ -87,7 +87,7 @@ class Dispatcher:
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, route, "dropped a message of peer %s: %s", route.hex(), error)
-            actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
+            actions = self._ask_again(route, error) if isinstance(error, CorruptedError) else []
         else:
             self._replies.on_heard(descriptor, peer)
         self.execute(actions)
@@ -135,12 +135,14 @@ class Dispatcher:
         self._metrics.received_bytes.total += size
         return actions
 
-    def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
-        """Asks for a damaged message again, if the peer has the rank that the message names. Any other peer
+    def _ask_again(self, route: bytes, error: CorruptedError) -> Actions:
+        """Asks for a damaged message again, if its sender has the rank that the message names. Any other
         gets no reply."""
         match error.message:
-            case Push() as push if self._workers.is_of(push, peer):
-                return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]
+            case Push() as push if self._workers.is_of(push, route):
+                return [
+                    Reply([public_part(route)], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))
+                ]
         return []
 
     def tick(self, now: float) -> None:
