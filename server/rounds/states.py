@@ -163,6 +163,8 @@ class Forgotten(Struct):
     step: int
     excluded: Set[int]
     """The lost ranks whose values are not in the outcome."""
+    push_bytes: int = 0
+    """The size of the largest push that it is made of."""
     wait_seconds: float = REOPENED_SECONDS
     """How long the round waits for the next push, or fragment of one; twice as long each time it was in
     vain."""
@@ -199,6 +201,8 @@ class ServerRound(Struct, eq=False):
     ask_seconds: float = ASK_SECONDS
     excluded: Set[int] = frozenset()
     """The lost ranks whose values are not in the outcome."""
+    push_bytes: int = 0
+    """The size of the largest push that has come."""
     size_bytes: int = 0
     """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None

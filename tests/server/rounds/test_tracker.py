@@ -900,6 +900,51 @@ def test_a_round_counts_by_its_largest_push() -> None:
     assert isinstance(reply.message, Busy)
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_round_counts_from_the_first_push_on_by_the_largest_of_the_step_before(is_forgotten: bool) -> None:
+    """Otherwise a rank that has little would open the rounds of a whole step, which others then fill."""
+    rounds = make_rounds(2, 100_000)
+
+    def push(rank: int, step: int, chunk: int, size_bytes: int) -> list[Action]:
+        return rounds.on_push(make_held(rank, Key("a", step, chunk), size_bytes, chunks=10), 0.0)
+
+    def end(step: int, large_bytes: int) -> None:
+        for chunk in range(10):
+            assert push(0, step, chunk, 100) == []
+            push(1, step, chunk, large_bytes)
+            finish(rounds, Key("a", step, chunk), FixedOutcome(Key("a", step, chunk)))
+            if is_forgotten:
+                rounds._history.forget_oldest()
+
+    end(0, 20_000)
+    answers = [push(0, 1, chunk, 100) for chunk in range(10)]
+    assert answers == [[]] * 2 + [[Reply([peer_of(0)], Busy(1, "a", 1, chunk))] for chunk in range(2, 10)]
+    assert rounds.on_tick(1.0) == []
+    rounds.on_give_up(0, GiveUp(1, "a", 1), 1.0)
+    end(2, 100)
+    assert [push(0, 3, chunk, 100) for chunk in range(10)] == [[]] * 10
+
+
+def test_a_round_opens_alone_however_large_it_was_in_the_step_before() -> None:
+    rounds = make_rounds(2, 10_000)
+    push_all(rounds, KEY, [0, 1], 8000)
+    finish(rounds, KEY, FixedOutcome(KEY))
+    first, other = Key("a", 1, 0), Key("b", 1, 0)
+    assert push_all(rounds, first, [0]) == []
+    assert push_all(rounds, other, [0]) == [Reply([peer_of(0)], Busy(1, *other))]
+    (reduce,) = push_all(rounds, first, [1])
+    assert isinstance(reduce, Reduce)
+    assert finish(rounds, first, FixedOutcome(first))[-1] == Reply([peer_of(0)], Resume(1, *other))
+
+
+def test_a_round_that_has_failed_says_nothing_of_the_next() -> None:
+    rounds = make_rounds(2, 10_000)
+    push_fragment(rounds, 1, 0, fragments=101)
+    assert memory_of(rounds) < 2 * ROUND_BYTES
+    assert push_all(rounds, Key("a", 1, 0), [0]) == []
+    assert rounds._admission.open_bytes == ROUND_BYTES + 2 * 100
+
+
 @pytest.mark.parametrize(("lacking_bytes", "opens"), [(0, True), (1, False)])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_round_opens_if_it_just_fits(again: bool, lacking_bytes: int, opens: bool) -> None:
