@@ -87,7 +87,7 @@ class Dispatcher:
         except ProtocolError as error:
             self._metrics.protocol_errors.labels(reason=error.reason).inc()
             log.once(logger, route, "dropped a message of peer %s: %s", route.hex(), error)
-            actions = self._ask_again(peer, error) if isinstance(error, CorruptedError) else []
+            actions = self._ask_again(route, error) if isinstance(error, CorruptedError) else []
         else:
             self._replies.on_heard(descriptor, peer)
         self.execute(actions)
@@ -130,16 +130,19 @@ class Dispatcher:
         if self._trace.is_on:
             about = chunk_args(push)
             self._trace.did(begin_ns, "receive", **about, rank=push.rank, rows=push.rows, bytes=size)
-        actions = self._rounds.on_push(HeldPush(peer, push, payload, payload.size_bytes), time.monotonic())
+        held = HeldPush(peer, push, payload, payload.size_bytes, payload.row_bytes)
+        actions = self._rounds.on_push(held, time.monotonic())
         self._metrics.received_bytes.total += size
         return actions
 
-    def _ask_again(self, peer: bytes, error: CorruptedError) -> Actions:
-        """Asks for a damaged message again, if the peer has the rank that the message names. Any other peer
+    def _ask_again(self, route: bytes, error: CorruptedError) -> Actions:
+        """Asks for a damaged message again, if its sender has the rank that the message names. Any other
         gets no reply."""
         match error.message:
-            case Push() as push if self._workers.is_of(push, peer):
-                return [Reply([peer], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))]
+            case Push() as push if self._workers.is_of(push, route):
+                return [
+                    Reply([public_part(route)], Resend(push.ring_epoch, push.tensor, push.step, push.chunk))
+                ]
         return []
 
     def tick(self, now: float) -> None:

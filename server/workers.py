@@ -51,9 +51,10 @@ class Workers:
         rank = self._ranks.get(peer)
         return f"peer {peer.hex()}" if rank is None else str(self._members[rank])
 
-    def is_of(self, push: Push, peer: bytes) -> bool:
-        """True if ``peer`` has the rank that ``push`` names."""
-        return self.peers.get(push.rank) == peer
+    def is_of(self, push: Push, route: bytes) -> bool:
+        """True if the worker of the rank that ``push`` names has been heard from ``route``."""
+        peer = self.peers.get(push.rank)
+        return peer is not None and self.routes.get(peer) == route
 
     def check(self, push: Push, peer: bytes) -> None:
         """Refuses a push that ``peer`` may not send.

@@ -109,6 +109,11 @@ class Payload(Struct, frozen=True):
     push: Push
     size_bytes: int
 
+    @property
+    def row_bytes(self) -> int:
+        """The most memory that another row would take; 0 of a kind that never travels in fragments."""
+        return 0
+
 
 P = TypeVar("P", bound=Payload)
 

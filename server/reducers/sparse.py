@@ -14,7 +14,7 @@ from zenps.wire.messages import Failure, Push, Result
 from zenps.wire.tensors import DTYPES, POSITION_BYTES, RECEIVE_BUFFER_BYTES, cut_fragments
 
 from .base import AllreduceOutcome, Answer, FailedRound, Payload, Reducer
-from .values import dequantize, divisor_of, positions_and_values, pushed_rows, quantize
+from .values import dequantize, divisor_of, positions_and_values, pushed_rows, quantize, row_values_bytes
 
 
 class SparsePayload(Payload, frozen=True):
@@ -22,6 +22,10 @@ class SparsePayload(Payload, frozen=True):
 
     positions: Positions
     values: memoryview
+
+    @property
+    def row_bytes(self) -> int:
+        return POSITION_BYTES + row_values_bytes(self.push)
 
 
 class SparseReducer(Reducer[SparsePayload]):

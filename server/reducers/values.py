@@ -47,14 +47,23 @@ def positions_and_values(push: Push, frames: Sequence[memoryview]) -> tuple[memo
     return positions, values
 
 
+def row_values_bytes(push: Push) -> int:
+    """The most bytes that the values of one row take in the form in which they travel."""
+    if push.values == "same":
+        return push.columns * DTYPES[push.dtype].itemsize
+    return VALUE_CODECS[push.values].size_bytes(1, push.columns)
+
+
 def check_values(push: Push, values: memoryview) -> None:
-    """Checks that the values of a push are what its message announces.
+    """Checks that a push does not contradict itself, and that its values are what it announces.
 
     Raises:
         ProtocolError: they are not.
     """
     if push.rows > push.span:
         raise ProtocolError("payload", f"{push.rows} rows in a span of {push.span}")
+    if push.chunk >= push.chunks:
+        raise ProtocolError("payload", f"chunk {push.chunk} of {push.chunks}, expected less")
     if push.average and not DTYPES[push.dtype].is_floating_point:
         raise ProtocolError("payload", f"an average of {push.dtype}, expected a floating-point dtype")
     if push.values == "same":

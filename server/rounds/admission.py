@@ -4,7 +4,8 @@ The tracker (:mod:`.tracker`) asks when a rank pushes a round that is not open. 
 is *refused*: the worker gets ``busy``, and pushes again when it gets ``resume``. Whenever a round has ended,
 and at each tick, the tracker asks which refused rounds may open now.
 
-Open rounds, kept outcomes and the history count against the budget. If a round does not fit, the oldest
+Open rounds, kept outcomes and the history count against the budget: a round as if every rank pushed as much
+as the largest that has come, or that came in the step before. If a round does not fit, the oldest
 outcomes are forgotten. If that is not enough, the round is refused. A push of an open round is never refused,
 so that open rounds can finish. They may still deadlock: each open round may lack the push of a rank that
 waits for a refused round. Then the first refused round that all ranks have pushed opens beyond the budget,
@@ -87,18 +88,22 @@ class Admission:
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
-    def make_room(self, push_bytes: int, *, must: bool) -> bool:
+    def make_room(self, key: Key, push_bytes: int, *, must: bool) -> bool:
         """Returns whether a round may open. Forgets as many old outcomes as are necessary for that.
 
         Forgets none if the round may not open.
 
         Args:
+            key: of the round.
             push_bytes: the size of one push.
             must: True if the round opens although it does not fit, unless rounds are held back.
         """
+        return self._make_room(self._estimate_bytes(key, push_bytes), must=must)
+
+    def _make_room(self, size_bytes: int, *, must: bool) -> bool:
         if self.is_held_back:
             return False
-        max_bytes = self.budget_bytes - self._estimate_bytes(push_bytes)
+        max_bytes = self.budget_bytes - size_bytes
         if not must and self.held_bytes > max_bytes:
             return False
         while self.used_bytes > max_bytes and self._history.evictable:
@@ -107,7 +112,7 @@ class Admission:
 
     def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int) -> bool:
         """Returns whether a recovery round that ``rank`` pushes may open; forgets old outcomes for that."""
-        size_bytes = self._estimate_bytes(push_bytes)
+        size_bytes = self._estimate_bytes(round_.key, push_bytes)
         is_beyond = self.held_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
         if is_beyond and rank in self._beyond:
             return False
@@ -126,10 +131,12 @@ class Admission:
         """
         own, ranks = len(held.push.ranks), len(self.ranks)
         max_bytes = own * WITH_ALLOWANCE * self.budget_bytes // ranks
-        if held.whole_bytes <= max_bytes:
+        # Not ``whole_bytes``, which may be far more if fragments have few rows.
+        size_bytes = held.size_bytes * held.push.fragments
+        if size_bytes <= max_bytes:
             return ""
         return (
-            f"rank {held.push.rank} pushes {held.whole_bytes} bytes to one server, expected at most "
+            f"rank {held.push.rank} pushes {size_bytes} bytes to one server, expected at most "
             f"{max_bytes} for {own} of {ranks} ranks; raise cluster.server_budget_bytes, add servers, or "
             "push fewer rows at first"
         )
@@ -139,7 +146,8 @@ class Admission:
 
         So a round counts by the largest push that has come.
         """
-        size_bytes = self._estimate_bytes(push_bytes)
+        round_.push_bytes = max(round_.push_bytes, push_bytes)
+        size_bytes = self._estimate_bytes(round_.key, push_bytes)
         if size_bytes > round_.size_bytes:
             self.open_bytes += size_bytes - round_.size_bytes
             round_.size_bytes = size_bytes
@@ -159,9 +167,12 @@ class Admission:
         while self.used_bytes > self.budget_bytes and self._history.evictable > 1:
             self._history.forget_oldest()
 
-    def _estimate_bytes(self, push_bytes: int) -> int:
-        """The memory of a round if every rank pushes as much."""
-        return ROUND_BYTES + push_bytes * len(self.ranks)
+    def _estimate_bytes(self, key: Key, push_bytes: int) -> int:
+        """The memory of a round if every rank pushes as much, or as any rank in the step before.
+
+        The rank that pushes first may have far less than others.
+        """
+        return ROUND_BYTES + max(push_bytes, self._history.last_push_bytes(key)) * len(self.ranks)
 
     # ── refused rounds ──────────────────────────────────────────────────────────────────────────
 
@@ -200,7 +211,7 @@ class Admission:
         The tracker opens it although it does not fit, if all open rounds wait for pushes. Otherwise ranks
         that push in different orders would wait for each other for ever.
         """
-        if not self.make_room(0, must=False):
+        if not self._make_room(ROUND_BYTES, must=False):
             return None
         return next((round_ for round_ in self._refused.values() if self.ranks <= round_.refused_ranks), None)
 

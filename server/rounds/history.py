@@ -150,6 +150,12 @@ class History:
                 return forgotten
         return None
 
+    def last_push_bytes(self, key: Key) -> int:
+        """Returns the size of the largest push of the last result of this series; 0 if there is none."""
+        slot, _ = _slots(key)
+        last = self._round(slot) or self._forgotten.get(slot)
+        return 0 if last is None else last.push_bytes
+
     def keep(self, round_: ServerRound) -> None:
         """Keeps the outcome of a round that has ended: a result in place of all outcomes of earlier steps, a
         failure in place of an earlier failure.
@@ -179,7 +185,7 @@ class History:
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
-        self._forgotten[_slot(round_)] = Forgotten(round_.key.step, round_.excluded)
+        self._forgotten[_slot(round_)] = Forgotten(round_.key.step, round_.excluded, round_.push_bytes)
         self.size_bytes += _size_bytes(round_.excluded)
 
     def _round(self, slot: Slot) -> ServerRound | None:

@@ -113,11 +113,14 @@ class HeldPush(Struct, frozen=True):
     push: Push
     payload: object
     size_bytes: int
+    row_bytes: int = 0
+    """The most that one row more would take, of a push that may travel in fragments."""
 
     @property
     def whole_bytes(self) -> int:
-        """The size of all fragments of the push together: they differ by a row at most."""
-        return self.size_bytes * self.push.fragments
+        """The most that all fragments of the push can take together: others may have a row more."""
+        fragments = self.push.fragments
+        return self.size_bytes if fragments == 1 else (self.size_bytes + self.row_bytes) * fragments
 
 
 class RefusedPush(NamedTuple):
@@ -160,6 +163,8 @@ class Forgotten(Struct):
     step: int
     excluded: Set[int]
     """The lost ranks whose values are not in the outcome."""
+    push_bytes: int = 0
+    """The size of the largest push that it is made of."""
     wait_seconds: float = REOPENED_SECONDS
     """How long the round waits for the next push, or fragment of one; twice as long each time it was in
     vain."""
@@ -196,6 +201,8 @@ class ServerRound(Struct, eq=False):
     ask_seconds: float = ASK_SECONDS
     excluded: Set[int] = frozenset()
     """The lost ranks whose values are not in the outcome."""
+    push_bytes: int = 0
+    """The size of the largest push that has come."""
     size_bytes: int = 0
     """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None
@@ -234,6 +241,9 @@ class ServerRound(Struct, eq=False):
                 got = f"{push.rows} rows in one of {push.fragments} fragments"
                 expected = f"expected {first.rows} in one of {first.fragments}, as in another"
                 raise ProtocolError("payload", f"{got}, {expected}")
+            if first.ranks != push.ranks or _signature(first) != _signature(push):
+                expected = f"expected one of {_describe_push(first)}, as before"
+                raise ProtocolError("payload", f"a fragment of {_describe_push(push)}, {expected}")
             break
         come[push.fragment] = held
         return len(come) == push.fragments
@@ -297,6 +307,10 @@ def _describe(push: Push) -> str:
     if not what.endswith(")"):  # of a negotiation or a collective: it says itself what becomes of the tensor
         return what
     return f"{what}, {'averaged' if push.average else 'summed'}"
+
+
+def _describe_push(push: Push) -> str:
+    return f"rank(s) {listing(push.ranks)}: {_describe(push)}{_describe_chunk(push)}"
 
 
 def _describe_chunk(push: Push) -> str:

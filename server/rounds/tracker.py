@@ -202,7 +202,7 @@ class ServerRounds:
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes)
         else:
-            fits = self._admission.make_room(held.whole_bytes, must=not self._has_pushes())
+            fits = self._admission.make_room(key, held.whole_bytes, must=not self._has_pushes())
         if not fits:
             given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
             if given_up:
@@ -226,7 +226,7 @@ class ServerRounds:
         while (round_ := self._admission.first_refused_recovery()) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            if not self._admission.make_room(round_.most_refused_bytes, must=not self._open):
+            if not self._admission.make_room(round_.key, round_.most_refused_bytes, must=not self._open):
                 waits = all(open_.held and open_.state == "open" for open_ in self._open.values())
                 beyond = self._admission.refused_by_all() if waits else None
                 return actions if beyond is None else actions + self._offer(beyond, now)

@@ -122,8 +122,9 @@ class Server:
         reducer = REDUCERS[push.kind]
         reducer.check_size(push)
         payload = reducer.read(push, rest)
+        held = HeldPush(b"peer", push, payload, payload.size_bytes, payload.row_bytes)
         for rounds in self._rounds.values():
-            for action in rounds.on_push(HeldPush(b"peer", push, payload, payload.size_bytes), 0.0):
+            for action in rounds.on_push(held, 0.0):
                 if isinstance(action, Reduce):
                     outcome = reducer.reduce([held.payload for held in action.pushes])
                     rounds.replies(action.key, outcome)

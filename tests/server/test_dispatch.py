@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 
+from tests.server.test_service import VIEW
 from zenps.buffers import BufferPool
 from zenps.config.settings import Config
 from zenps.observe.metrics import ServerMetrics
@@ -15,9 +17,12 @@ from zenps.server.reducers.base import FailedRound
 from zenps.server.reducers.registry import make_reducers
 from zenps.server.rounds.states import HeldPush, Reply
 from zenps.server.rounds.tracker import ServerRounds
-from zenps.wire.messages import Busy, Failure, Push, Resume
+from zenps.server.workers import Workers
+from zenps.wire.frames import encode
+from zenps.wire.messages import Busy, Failure, Push, Resend, Resume
 
 PEER = b"worker-0"
+ROUTE = PEER + b"-secret"
 
 
 class OwnMemory:
@@ -53,10 +58,12 @@ def rounds_of_one() -> ServerRounds:
     return rounds
 
 
-def make_dispatcher(rounds: ServerRounds, replies: Any, counters: ServerMetrics) -> Dispatcher:
+def make_dispatcher(
+    rounds: ServerRounds, replies: Any, counters: ServerMetrics, workers: Any = None
+) -> Dispatcher:
     memory: Any = OwnMemory()
     anything: Any = None
-    return Dispatcher(Config(), anything, anything, rounds, memory, replies, counters, OFF)
+    return Dispatcher(Config(), anything, workers, rounds, memory, replies, counters, OFF)
 
 
 def push_of_ones() -> HeldPush:
@@ -113,3 +120,23 @@ def test_it_is_asked_at_each_message_whether_a_worker_has_too_much_to_take() -> 
     replies.is_behind = True
     make_dispatcher(rounds, replies, ServerMetrics(CollectorRegistry())).receive(bytes(20), 3, [])  # refused
     assert rounds.on_push(push_of_ones(), 0.0) == [Reply([PEER], Busy(1, "t", 0, 0))]
+
+
+@pytest.mark.parametrize(
+    ("route", "rank", "answered"),
+    [(ROUTE, 0, [Resend(1, "t", 0, 0)]), (ROUTE, 1, []), (PEER + b"-guess", 0, []), (b"nobody", 7, [])],
+)
+def test_only_the_worker_that_has_been_heard_is_asked_again_for_a_damaged_push(
+    route: bytes, rank: int, answered: list[Resend]
+) -> None:
+    """Others could use up the repetitions of its push."""
+    rounds, workers = rounds_of_one(), Workers()
+    workers.follow(VIEW)
+    workers.recognise(PEER, ROUTE)
+    replies = Replies(rounds)
+    dispatcher = make_dispatcher(rounds, replies, ServerMetrics(CollectorRegistry()), workers)
+    sent, damaged = memoryview(bytes(16)), memoryview(bytes([1] * 16))
+    push = structs.replace(push_of_ones().push, rank=rank)
+    dispatcher.receive(route, 9, [memoryview(encode(Config().cluster.job, push, [sent])), damaged])
+    assert [reply.message for reply, _ in replies.sent] == answered
+    assert all(reply.peers == [PEER] for reply, _ in replies.sent)

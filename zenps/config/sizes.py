@@ -55,6 +55,10 @@ def untaken_bytes(config: Config) -> int:
 
 
 def server_bytes(config: Config) -> int:
-    """Returns the memory that a server may take."""
+    """Returns the memory that a server may take while ranks push about as much as in the step before.
+
+    Rounds open by that, or by their first push, and then take whatever others push: in a first step, or if a
+    rank suddenly pushes more than all did before, memory follows what the ranks push.
+    """
     rounds_bytes = WITH_ALLOWANCE * config.cluster.server_budget_bytes
     return rounds_bytes + untaken_bytes(config) + SERVER_PROCESS_BYTES

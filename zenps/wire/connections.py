@@ -219,9 +219,15 @@ class Connections:
 def _borrowed(descriptor: int, remote: Address | None = None) -> Iterator[_Borrowed | None]:
     """The connection with this descriptor; None if it is gone, or its peer is not ``remote``."""
     try:
-        # The address family makes no difference here, and to find it out would take three more calls.
-        connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, os.dup(descriptor))
+        duplicate = os.dup(descriptor)
     except OSError:
+        yield None
+        return
+    try:
+        # The address family makes no difference here, and to find it out would take three more calls.
+        connection = net.socket(net.AF_INET6, net.SOCK_STREAM, 0, duplicate)
+    except OSError:  # the descriptor was closed, and a file has it now
+        os.close(duplicate)
         yield None
         return
     with connection:

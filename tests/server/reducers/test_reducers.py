@@ -353,6 +353,19 @@ def test_what_is_accepted_can_be_reduced(
     assert answer[-1].nbytes == values_bytes
 
 
+def test_a_payload_says_what_a_row_more_takes() -> None:
+    assert read(SPARSE, SPARSE_FRAMES).row_bytes == 8 + 3 * 4
+    push = msgspec.structs.replace(SPARSE, rows=0, values="int8", dtype="float32")
+    assert read(push, [memoryview(b""), memoryview(b"")]).row_bytes == 8 + 1 + 3
+
+
+def test_a_chunk_beyond_the_last_is_refused() -> None:
+    for push, frames in ((SPARSE, SPARSE_FRAMES), (DENSE, DENSE_FRAMES)):
+        read(msgspec.structs.replace(push, chunk=2, chunks=3), frames)
+        with pytest.raises(ProtocolError, match="payload: chunk 3 of 3, expected less"):
+            read(msgspec.structs.replace(push, chunk=3, chunks=3), frames)
+
+
 def test_a_payload_counts_its_decoded_positions() -> None:
     assert read(SPARSE, SPARSE_FRAMES).size_bytes == 2 * 8 + 2 * 3 * 4 + RECEIVE_BUFFER_BYTES
     assert read(DENSE, DENSE_FRAMES).size_bytes == 8 * 4 + RECEIVE_BUFFER_BYTES

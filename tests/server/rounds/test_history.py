@@ -32,10 +32,19 @@ class Pinned(FixedOutcome):
 
 
 def ended(
-    key: Key, excluded: frozenset[int] = frozenset(), kind: type[FixedOutcome] = FixedOutcome
+    key: Key,
+    excluded: frozenset[int] = frozenset(),
+    kind: type[FixedOutcome] = FixedOutcome,
+    push_bytes: int = 0,
 ) -> ServerRound:
-    outcome = kind(key)
-    return ServerRound(key, state="answered", size_bytes=ROUND_BYTES, excluded=excluded, outcome=outcome)
+    return ServerRound(
+        key,
+        state="answered",
+        size_bytes=ROUND_BYTES,
+        push_bytes=push_bytes,
+        excluded=excluded,
+        outcome=kind(key),
+    )
 
 
 def failure_of(key: Key) -> ServerRound:
@@ -49,7 +58,7 @@ def test_its_memory_is_counted() -> None:
     for number in range(5000):
         for rank in range(RANKS):
             past.note(f"loss-{number}", rank, (1 << 40) + rank, 3000 + rank)
-        past.keep(ended(Key(f"loss-{number}", 1 << 40, 0)))
+        past.keep(ended(Key(f"loss-{number}", 1 << 40, 0), push_bytes=(1 << 40) + number))
         past.forget_oldest()
     taken = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
@@ -161,6 +170,22 @@ def test_a_forgotten_result_is_known_until_the_next_result() -> None:
     past.keep(ended(last))
     assert past.forgotten(first) is past.forgotten(failed) is None
     assert past.size_bytes == ROUND_BYTES
+
+
+def test_the_largest_push_is_that_of_the_last_result_even_if_it_is_forgotten() -> None:
+    past = History()
+    first, failed, last = (Key("a", step, 0) for step in range(3))
+    assert past.last_push_bytes(first) == 0
+    past.keep(ended(first, push_bytes=300))
+    past.keep(failure_of(failed))
+    assert past.last_push_bytes(last) == 300
+    past.forget_oldest()
+    assert past.last_push_bytes(last) == 300
+    assert past.last_push_bytes(Key("a", 2, 1)) == past.last_push_bytes(Key("b", 2, 0)) == 0
+    past.keep(ended(last, push_bytes=20))
+    assert past.last_push_bytes(Key("a", 3, 0)) == 20
+    past.clear()
+    assert past.last_push_bytes(Key("a", 3, 0)) == 0
 
 
 def test_nothing_is_known_under_a_new_ring() -> None:

@@ -29,12 +29,17 @@ TENSORS, CHUNKS = ["a", "b", "c"], 2
 
 
 def make_held(
-    rank: int, key: Key, size_bytes: int = 100, shape: tuple[int, ...] = (8, 4), **fields: object
+    rank: int,
+    key: Key,
+    size_bytes: int = 100,
+    shape: tuple[int, ...] = (8, 4),
+    row_bytes: int = 0,
+    **fields: object,
 ) -> HeldPush:
     push = Push(1, rank, *key, CHUNKS, "sparse", "float32", shape, 4, 4, 2, "coo", True)
     for name, value in fields.items():
         push = Push(**{field: getattr(push, field) for field in push.__struct_fields__} | {name: value})
-    return HeldPush(peer_of(rank), push, payload=None, size_bytes=size_bytes)
+    return HeldPush(peer_of(rank), push, None, size_bytes, row_bytes)
 
 
 def peer_of(rank: int) -> bytes:
@@ -895,6 +900,51 @@ def test_a_round_counts_by_its_largest_push() -> None:
     assert isinstance(reply.message, Busy)
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_a_round_counts_from_the_first_push_on_by_the_largest_of_the_step_before(is_forgotten: bool) -> None:
+    """Otherwise a rank that has little would open the rounds of a whole step, which others then fill."""
+    rounds = make_rounds(2, 100_000)
+
+    def push(rank: int, step: int, chunk: int, size_bytes: int) -> list[Action]:
+        return rounds.on_push(make_held(rank, Key("a", step, chunk), size_bytes, chunks=10), 0.0)
+
+    def end(step: int, large_bytes: int) -> None:
+        for chunk in range(10):
+            assert push(0, step, chunk, 100) == []
+            push(1, step, chunk, large_bytes)
+            finish(rounds, Key("a", step, chunk), FixedOutcome(Key("a", step, chunk)))
+            if is_forgotten:
+                rounds._history.forget_oldest()
+
+    end(0, 20_000)
+    answers = [push(0, 1, chunk, 100) for chunk in range(10)]
+    assert answers == [[]] * 2 + [[Reply([peer_of(0)], Busy(1, "a", 1, chunk))] for chunk in range(2, 10)]
+    assert rounds.on_tick(1.0) == []
+    rounds.on_give_up(0, GiveUp(1, "a", 1), 1.0)
+    end(2, 100)
+    assert [push(0, 3, chunk, 100) for chunk in range(10)] == [[]] * 10
+
+
+def test_a_round_opens_alone_however_large_it_was_in_the_step_before() -> None:
+    rounds = make_rounds(2, 10_000)
+    push_all(rounds, KEY, [0, 1], 8000)
+    finish(rounds, KEY, FixedOutcome(KEY))
+    first, other = Key("a", 1, 0), Key("b", 1, 0)
+    assert push_all(rounds, first, [0]) == []
+    assert push_all(rounds, other, [0]) == [Reply([peer_of(0)], Busy(1, *other))]
+    (reduce,) = push_all(rounds, first, [1])
+    assert isinstance(reduce, Reduce)
+    assert finish(rounds, first, FixedOutcome(first))[-1] == Reply([peer_of(0)], Resume(1, *other))
+
+
+def test_a_round_that_has_failed_says_nothing_of_the_next() -> None:
+    rounds = make_rounds(2, 10_000)
+    push_fragment(rounds, 1, 0, fragments=101)
+    assert memory_of(rounds) < 2 * ROUND_BYTES
+    assert push_all(rounds, Key("a", 1, 0), [0]) == []
+    assert rounds._admission.open_bytes == ROUND_BYTES + 2 * 100
+
+
 @pytest.mark.parametrize(("lacking_bytes", "opens"), [(0, True), (1, False)])
 @pytest.mark.parametrize("again", [False, True])
 def test_a_round_opens_if_it_just_fits(again: bool, lacking_bytes: int, opens: bool) -> None:
@@ -1444,11 +1494,34 @@ def test_an_open_round_counts_all_fragments_from_the_first_on() -> None:
     assert memory_of(rounds) == held_bytes
 
 
-@pytest.mark.parametrize("fields", [{"fragments": 4}, {"rows": 4}])
-def test_a_fragment_of_another_push_is_refused(fields: dict[str, object]) -> None:
+def test_an_empty_fragment_counts_the_row_that_each_of_the_others_may_have() -> None:
+    """Otherwise a rank could open any number of rounds as if they were empty, and fill them afterwards."""
+    rounds = make_rounds(2, budget_bytes=20_000)
+    empty = [
+        make_held(1, Key("a", 0, chunk), rows=0, row_bytes=1000, chunks=10, fragments=3)
+        for chunk in range(10)
+    ]
+    actions = [action for held in empty for action in rounds.on_push(held, 0.0)]
+    assert (rounds.open_rounds, len(actions)) == (2, 8)
+    assert memory_of(rounds) == 2 * (ROUND_BYTES + 2 * 3 * (100 + 1000))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"fragments": 4}, "2 rows in one of 4 fragments, expected 2 in one of 3"),
+        ({"rows": 4}, "4 rows in one of 3 fragments, expected 2 in one of 3"),
+        ({"columns": 5}, "4 positions of 5 element(s), expected one of rank(s) 1: sparse"),
+        ({"chunks": 3}, "in 3 chunk(s) for each server, "),
+        ({"dtype": "float64"}, "sparse float64 (8, 4), averaged"),
+        ({"values": "int8"}, "sparse float32 as int8 (8, 4)"),
+        ({"stands_for": (0,)}, "a fragment of rank(s) 1, 0: sparse"),
+    ],
+)
+def test_a_fragment_of_another_push_is_refused(fields: dict[str, object], reason: str) -> None:
     rounds = make_rounds(2)
     push_fragment(rounds, 1, 0)
-    with pytest.raises(ProtocolError, match=r"payload: \d rows in one of \d fragments"):
+    with pytest.raises(ProtocolError, match=f"payload: .*{re.escape(reason)}"):
         push_fragment(rounds, 1, 1, **fields)
     push_fragment(rounds, 1, 1)
     rounds.on_push(make_held(0, Key("a", 0, 0)), 0.0)

@@ -264,6 +264,17 @@ def test_what_has_no_peer_is_not_watched(router: tuple[Socket, str, Connections]
             assert connections.cut(descriptor) == ""
 
 
+def test_what_is_no_socket_leaves_no_descriptor_open(router: tuple[Socket, str, Connections]) -> None:
+    _, _, connections = router
+    descriptor = os.memfd_create("no-socket")
+    try:
+        before = set(os.listdir("/proc/self/fd"))
+        connections.on_message(descriptor)
+        assert set(os.listdir("/proc/self/fd")) <= before
+    finally:
+        os.close(descriptor)
+
+
 def test_connections_that_ended_are_named_once(router: tuple[Socket, str, Connections]) -> None:
     socket, address, connections = router
     with connected(address) as peer:
