@@ -15,7 +15,8 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
-from ..collectives.broadcast import Counting, broadcast_optimizer_state, broadcast_parameters
+from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ..collectives.stale_optimizers import StaleOptimizer, drain_before_broadcast, parameters_of
 from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from ..step_hook import STEP_HOOK
@@ -32,7 +33,7 @@ STATE = "zenps"
 """The entry of a state that the wrapped optimizer does not have."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer, Counting):
+class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
     Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
@@ -115,6 +116,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         _warn_of_momentum(optimizer)
         PROCESS.after_joining(self._consistency.reset)
         PROCESS.before_leaving(self.drain)
+        if self._consistency.staleness:
+            drain_before_broadcast(self)
         STEP_HOOK.guard(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -174,15 +177,18 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :class:`TrainingState` before it
-        makes ranks equal. Gradients are cleared then. Without a staleness it does nothing. Errors are those
-        of :func:`zenps.push_pull`.
+        :meth:`load_state_dict`, :func:`zenps.shutdown`, and what makes ranks equal also do so. Gradients are cleared then. Without a
+        staleness it does nothing. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
             UsageError: called between backward and ``step()``.
         """
+        self.end_steps(applies=True)
+
+    def end_steps(self, *, applies: bool) -> None:
         while self._consistency.take_earlier():
-            self._apply()
+            if applies:
+                self._apply()
             # Cleared here: if a loop clears gradients after each step, the next backward would add to these.
             self._inner.zero_grad()
 
@@ -339,8 +345,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             name: of this optimizer, the same on all ranks.
         """
         self.drain()
-        parameters = [each for group in self._inner.param_groups for each in group["params"]]
-        broadcast_parameters(((f"{name}/{index}", each) for index, each in enumerate(parameters)), root_rank)
+        named = ((f"{name}/{index}", each) for index, each in enumerate(parameters_of(self._inner)))
+        broadcast_parameters(named, root_rank)
         broadcast_optimizer_state(self, root_rank)
         if self._is_scaled:
             # Not logged: Python shows it once, and the script may do so already.
