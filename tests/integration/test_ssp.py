@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import signal
 import time
@@ -374,6 +376,39 @@ def train_on(
         optimizer.zero_grad()
         (loss_of(model, step, zps.rank()) * scale).backward()
         optimizer.step()
+
+
+def go_back(fails: bool) -> list[State]:
+    """The weights of a checkpoint, after it is loaded, and twice after three steps more."""
+    model = make_model()
+    (optimizer,) = wrap(model, "momentum")
+    train_on(model, optimizer, range(3))
+    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    found = [state_of(model)]
+    train_on(model, optimizer, range(3, 6))
+    optimizer.drain()
+    after = state_of(model)
+    if fails:
+        leave_out_a_step_on_one_rank(model, optimizer)
+    else:
+        train_on(model, optimizer, range(6, 9), scale=math.nan)
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[0])
+    if fails:
+        zps.broadcast_optimizer_state(optimizer)
+    found.append(state_of(model))
+    train_on(model, optimizer, range(3, 6))
+    optimizer.drain()
+    return [*found, after, state_of(model)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_that_a_running_job_loads_replaces_what_is_in_flight(fails: bool) -> None:
+    with Cluster(2, settings=settings(2)) as cluster:
+        results = cluster.run(go_back, fails)
+    for saved, loaded, first, second in results:
+        assert_bits([saved, loaded])
+        assert_bits([first, second])
 
 
 def leave_out_a_step_on_one_rank(model: Model, optimizer: zps.DistributedOptimizer) -> None:

@@ -177,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict`, :func:`zenps.shutdown`, and what makes ranks equal also do so. Gradients are cleared then. Without a
+        :func:`zenps.shutdown`, and what makes ranks equal also do so. Gradients are cleared then. Without a
         staleness it does nothing. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
@@ -250,8 +250,12 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
         return state if self._correction is None else self._correction.complete(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state into the wrapped optimizer, after :meth:`drain`."""
-        self.drain()
+        """Loads the state into the wrapped optimizer.
+
+        With ``sync.consistency = ssp`` all ranks load one, or none: averages in flight are thrown away,
+        because they would change the weights that were loaded before.
+        """
+        self.drain_past_errors(applies=False)
         if self._consistency.is_periodic:  # else ranks count from 0, of which only one may load a state
             self._consistency.step = state_dict.get(STATE, {}).get("step", self._consistency.step)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
