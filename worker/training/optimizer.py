@@ -328,7 +328,7 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
         finally:
             self._consistency.announce = None
 
-    def step_for_others(self, *, is_dropped: bool) -> None:
+    def step_for_others(self, *, is_dropped: bool, pushes_again: bool) -> None:
         """Takes part in a step of the others without gradients of this rank; for :func:`zenps.join`.
 
         Nothing is applied here, because the others may clip, unscale or leave out gradients before they apply
@@ -336,9 +336,9 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
         """
         self._inner.zero_grad()
         if is_dropped:
-            self._consistency.drop_together()
+            self._consistency.drop_together(pushes_again=pushes_again)
         else:
-            self._consistency.follow()
+            self._consistency.follow(pushes_again=pushes_again)
         self._inner.zero_grad()
 
     def adopt(self, root_rank: int, name: str) -> None:
@@ -367,7 +367,8 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
         """
         if allgather_int(self._consistency.has_run_backward, f"{name}/leftovers"):
             self._inner.zero_grad()
-            if self._consistency.drop_together():
+            # Of those gradients, one rank alone may have computed some again after it has pushed them.
+            if self._consistency.drop_together(pushes_again=True):
                 self._apply()
             self._inner.zero_grad()
 
