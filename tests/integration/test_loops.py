@@ -408,6 +408,9 @@ class Uneven:
         losses = [loss_of(self.model, number, rank, part) for rank in range(RANKS) if number < UNEVEN[rank]]
         return torch.stack(losses).sum() / RANKS
 
+    def is_last(self, number: int) -> bool:
+        return not self._alone and number + 1 == UNEVEN[zps.rank()]
+
     def synchronize(self) -> None:
         if not self._alone:
             self.optimizer.synchronize()
@@ -459,8 +462,29 @@ def with_leftovers(loop: Uneven, number: int) -> None:
     loop.loss(number, 1).backward()
 
 
+def with_more_passes(loop: Uneven, number: int) -> None:
+    """As a loss that is added late: the first pass has pushed gradients already."""
+    if number >= 4:
+        loop.loss(number, 1).backward()
+    loop.optimizer.step()
+
+
+def with_leftovers_computed_again(loop: Uneven, number: int) -> None:
+    """Only by the rank whose input has ended: the other one computes them once, or has ended before."""
+    loop.optimizer.step()
+    if number + 1 in UNEVEN:
+        loop.optimizer.zero_grad()
+        loop.loss(number, 1).backward()
+        if loop.is_last(number):
+            loop.loss(number, 1).backward()
+
+
 UNEVEN_STEPS = {
-    each.__name__: each for each in (clipped, scaled, left_out, with_another_rate, with_leftovers)
+    each.__name__: each
+    for each in (
+        *(clipped, scaled, left_out, with_another_rate, with_leftovers),
+        *(with_more_passes, with_leftovers_computed_again),
+    )
 }
 
 

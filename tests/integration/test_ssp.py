@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -364,6 +367,134 @@ def test_a_state_can_be_saved_after_a_worker_is_lost(tmp_path: Path) -> None:
         drained, state = workers[0].result()
     assert drained is None
     assert state["zenps"]["step"] > 5
+
+
+def train_on(
+    model: Model, optimizer: zps.DistributedOptimizer, steps: Iterable[int], scale: float = 1
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        (loss_of(model, step, zps.rank()) * scale).backward()
+        optimizer.step()
+
+
+def go_back(fails: bool) -> list[State]:
+    """The weights of a checkpoint, after it is loaded, and twice after three steps more."""
+    model = make_model()
+    (optimizer,) = wrap(model, "momentum")
+    train_on(model, optimizer, range(3))
+    saved = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+    found = [state_of(model)]
+    train_on(model, optimizer, range(3, 6))
+    optimizer.drain()
+    after = state_of(model)
+    if fails:
+        leave_out_a_step_on_one_rank(model, optimizer)
+    else:
+        train_on(model, optimizer, range(6, 9), scale=math.nan)
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[0])
+    if fails:
+        zps.broadcast_optimizer_state(optimizer)
+    found.append(state_of(model))
+    train_on(model, optimizer, range(3, 6))
+    optimizer.drain()
+    return [*found, after, state_of(model)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_that_a_running_job_loads_replaces_what_is_in_flight(fails: bool) -> None:
+    with Cluster(2, settings=settings(2)) as cluster:
+        results = cluster.run(go_back, fails)
+    for saved, loaded, first, second in results:
+        assert_bits([saved, loaded])
+        assert_bits([first, second])
+
+
+def leave_out_a_step_on_one_rank(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """The other ranks take it, and all go on until they get the error, which later steps get as well."""
+    loss_of(model, 0, zps.rank()).backward()
+    if zps.rank() == 1:
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+    raised = [attempt(train_on, model, optimizer, [step]) for step in range(1, 4)]
+    assert Raised("MismatchError", raised[-1].text) == raised[-1]
+
+
+def refuse_a_step_on_one_rank(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    """It applies no averages, and so gets other weights and another momentum."""
+    loss_of(model, 0, zps.rank()).backward()
+    if zps.rank() == 1:
+        for parameter in model.parameters():
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                parameter.grad.mul_(2)
+        assert attempt(optimizer.step).kind == "UsageError"
+        optimizer.zero_grad()
+    else:
+        optimizer.step()
+    train_on(model, optimizer, [1, 2])
+
+
+def change_the_momentum_on_one_rank(model: Model, optimizer: zps.DistributedOptimizer) -> None:
+    if zps.rank() == 1:
+        for state in optimizer.state.values():
+            state["momentum_buffer"].zero_()
+
+
+def make_equal_again(
+    differ: Callable[[Model, zps.DistributedOptimizer], None], root_rank: int
+) -> tuple[State, State, State]:
+    """The weights after a broadcast of them, after one of the state, and after three steps more."""
+    model = make_model()
+    (optimizer,) = wrap(model, "momentum")
+    train_on(model, optimizer, range(4))
+    differ(model, optimizer)
+    zps.broadcast_parameters(model.state_dict(), root_rank)
+    weights = state_of(model)
+    zps.broadcast_optimizer_state(optimizer, root_rank)
+    with_state = state_of(model)
+    train_on(model, optimizer, range(3))
+    optimizer.drain()
+    return weights, with_state, state_of(model)
+
+
+@pytest.mark.parametrize(
+    ("differ", "root_rank"),
+    [
+        (leave_out_a_step_on_one_rank, 0),
+        (refuse_a_step_on_one_rank, 0),
+        (change_the_momentum_on_one_rank, 0),
+        pytest.param(refuse_a_step_on_one_rank, 1, marks=LONG),
+    ],
+)
+def test_broadcasts_of_weights_and_state_make_ranks_equal_again(
+    differ: Callable[[Model, zps.DistributedOptimizer], None], root_rank: int
+) -> None:
+    with Cluster(2, settings=settings(2)) as cluster:
+        results = cluster.run(make_equal_again, differ, root_rank)
+    assert_bits([each for weights, with_state, _ in results for each in (weights, with_state)])
+    assert_bits([after for _, _, after in results])
+
+
+def train_and_broadcast_buffers() -> tuple[State, State]:
+    model, buffer = make_model(), torch.zeros(3)
+    (optimizer,) = wrap(model, "sgd")
+    for step in range(STEPS):
+        train_on(model, optimizer, [step])
+        zps.broadcast_parameters({"mean": buffer, "none": torch.zeros(0)})
+    before = state_of(model)
+    optimizer.drain()
+    return before, state_of(model)
+
+
+def test_a_broadcast_of_buffers_leaves_the_delay_as_it_is() -> None:
+    with Cluster(2, settings=settings(2)) as cluster:
+        results = cluster.run(train_and_broadcast_buffers)
+    before, after = train_in_one_process("sgd", 2, 2)
+    for got_before, got_after in results:
+        assert_same(got_before, before)
+        assert_same(got_after, after)
 
 
 @pytest.mark.long

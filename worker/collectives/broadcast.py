@@ -24,6 +24,7 @@ from .allgather import allgather_int
 from .loading import load_uncast
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
 from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
+from .stale_optimizers import StaleOptimizer, drain_owners, parameters_of
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -35,6 +36,9 @@ DICTS: Final[dict[str, type[dict[Any, Any]]]] = {"Counter": Counter, "OrderedDic
 
 def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     """Overwrites every rank's tensors with the root's, in place and bit for bit.
+
+    With ``sync.consistency = ssp``, :class:`DistributedOptimizer` first drains, if some are its parameters;
+    averages that have failed are left out, with a warning.
 
     Args:
         parameters: a ``state_dict()`` or named tensors, the same names and shapes on all ranks; any
@@ -50,6 +54,7 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
     where = "broadcast_parameters"
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     named = by_name(named_pairs(items, where, "model.state_dict()"), where)
+    drain_owners(named.values())
     check_alike(named, root_rank)
     with naming_root("parameters", root_rank):
         _overwrite(named, root_rank)
@@ -254,13 +259,6 @@ def _agree(root_rank: int, size: int, name: str) -> int:
     return int(size)
 
 
-class Counting:
-    """Interface of an optimizer whose ranks must count steps alike."""
-
-    def reset_counts(self) -> None:
-        """Called on all ranks, once they have loaded equal states."""
-
-
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0) -> None:
     """Makes every rank's optimizer equal to the root's: hyperparameters and state, bit for bit.
 
@@ -268,7 +266,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     root, tensors stay the same unless they are expanded. Dtypes are kept, although torch would cast them to
     those of the parameters. Strides are also kept, because fused optimizers expect those of the parameters.
 
-    After one rank alone has thrown a step away, a :class:`DistributedOptimizer` counts steps alike again.
+    A :class:`DistributedOptimizer` first drains, as in :func:`broadcast_parameters`. After one rank alone has
+    thrown a step away, it counts steps alike again.
 
     Args:
         optimizer: over the same parameters on all ranks. Its state may be empty on any of them.
@@ -280,9 +279,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         MismatchError: ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
+    drain_owners(parameters_of(optimizer))
     # Also on the root: an optimizer or its hooks may change a state that they load.
     load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
-    if isinstance(optimizer, Counting):
+    if isinstance(optimizer, StaleOptimizer):
         optimizer.reset_counts()
 
 

@@ -6,14 +6,13 @@ Workers are admitted only when all ranks call :meth:`TrainingState.commit` betwe
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from zenps.errors import DeadlineError, MismatchError, PeerLostError, TensorError, UsageError
+from zenps.errors import PeerLostError, UsageError
 
 from ..collectives.allgather import allgather_int
 from ..collectives.broadcast import (
@@ -25,8 +24,6 @@ from ..core.request import Request
 from ..encode.dense import RootLostError
 from ..process import PROCESS
 from .optimizer import DistributedOptimizer
-
-logger = logging.getLogger("zenps.worker")
 
 
 class TrainingState:
@@ -105,12 +102,11 @@ class TrainingState:
     def sync(self) -> None:
         """Makes all ranks equal, in place, to the lowest rank that is not joining.
 
-        Before, these ranks drain the optimizers: see :meth:`DistributedOptimizer.drain`. Averages that have
-        failed are left out, with a warning.
+        Before, these ranks drain the optimizers: :meth:`DistributedOptimizer.drain_past_errors`.
         """
         if not PROCESS.world.is_joining:
             for optimizer in self._wrapped:
-                _drain_all(optimizer)
+                optimizer.drain_past_errors()
         self._equalize()
 
     @property
@@ -149,11 +145,3 @@ class TrainingState:
             sparsification.adopt(broadcast_state(sparsification.shared_state, holder, "sparsifier"))
         values = broadcast_state(lambda: [self.__dict__[name] for name in self._names], root, "values")
         self.__dict__.update(zip(self._names, values, strict=True))
-
-
-def _drain_all(optimizer: DistributedOptimizer) -> None:
-    while True:
-        try:
-            return optimizer.drain()
-        except (DeadlineError, MismatchError, TensorError) as error:  # of a step that is no longer in flight
-            logger.warning("before ranks are made equal, averages of a step were lost: %s", error)

@@ -10,8 +10,9 @@ rate.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Final
 
 from zenps.errors import MismatchError, UsageError, listing
@@ -24,6 +25,11 @@ from .optimizer import DistributedOptimizer
 
 ENDED: Final = 1
 """What a rank says whose input has ended. A rank that has left the job says 0."""
+
+DROPS: Final = 1
+PUSHES_AGAIN: Final = 2
+STEPS: Final = 4
+"""What a rank says that ends a step: this times the optimizer's number, from 1, plus what holds of both."""
 
 _NAME: Final = "join"
 """Of the rounds of every block. A worker that joins a running job has not counted the blocks before."""
@@ -82,12 +88,12 @@ def join(*optimizers: DistributedOptimizer) -> Iterator[None]:
             stack.enter_context(optimizer.announcing(rounds.announcer(number)))
         yield
     while (step := rounds.next()) is not None:
-        optimizer, is_dropped = step
-        optimizer.step_for_others(is_dropped=is_dropped)
+        optimizer, is_dropped, pushes_again = step
+        optimizer.step_for_others(is_dropped=is_dropped, pushes_again=pushes_again)
     for number, optimizer in enumerate(optimizers):
         optimizer.drop_leftovers(f"{_NAME}/{number}")
         if rounds.was_uneven:
-            from_first_present(rounds.last, partial(optimizer.adopt, name=f"{_NAME}/{number}"))
+            from_first_present(rounds.last, functools.partial(optimizer.adopt, name=f"{_NAME}/{number}"))
 
 
 class _Rounds:
@@ -106,22 +112,22 @@ class _Rounds:
     def announcer(self, number: int) -> Announce:
         """Returns a function that tells the others what this rank does with an optimizer."""
 
-        def announce(is_dropped: bool) -> Callable[[], int]:
-            return self._tell(2 * (1 + number) + is_dropped)
+        def announce(is_dropped: bool, pushes_again: bool) -> Callable[[], bool]:
+            agreed = self._tell(STEPS * (1 + number) + DROPS * is_dropped + PUSHES_AGAIN * pushes_again)
+            return lambda: bool(agreed() & PUSHES_AGAIN)
 
         return announce
 
-    def next(self) -> tuple[DistributedOptimizer, bool] | None:
+    def next(self) -> tuple[DistributedOptimizer, bool, bool] | None:
         """Tells the others that this rank's input has ended.
 
         Returns:
-            the optimizer that they step, and whether ``zero_grad()`` throws the step away; None if their
-            input has ended, too.
+            the optimizer that they step, whether ``zero_grad()`` throws the step away, and whether any of
+            them pushes gradients again; None if their input has ended, too.
         """
         if (said := self._tell(ENDED)()) == ENDED:
             return None
-        number, is_dropped = divmod(said, 2)
-        return self._optimizers[number - 1], bool(is_dropped)
+        return self._optimizers[said // STEPS - 1], bool(said & DROPS), bool(said & PUSHES_AGAIN)
 
     def _tell(self, said: int) -> Callable[[], int]:
         """Begins a round; returns a function that waits for it, and returns which step ranks take."""
@@ -134,10 +140,10 @@ class _Rounds:
         if steps:
             self.last = steps.keys()
             self.was_uneven |= len(steps) < len(by_rank)
-        if len(set(steps.values())) > 1:
+        if len({each & ~PUSHES_AGAIN for each in steps.values()}) > 1:
             ranks = [
-                f"rank {rank} {'drops' if each % 2 else 'takes'} a step of optimizer {each // 2 - 1}"
+                f"rank {rank} {'drops' if each & DROPS else 'takes'} a step of optimizer {each // STEPS - 1}"
                 for rank, each in steps.items()
             ]
             raise MismatchError(f"join: expected the same step on all ranks, but {listing(ranks)}")
-        return min(steps.values(), default=ENDED)
+        return functools.reduce(operator.or_, steps.values()) if steps else ENDED

@@ -15,7 +15,8 @@ from torch.nn import Parameter
 from zenps.errors import UsageError
 
 from ..collectives.allgather import allgather_int
-from ..collectives.broadcast import Counting, broadcast_optimizer_state, broadcast_parameters
+from ..collectives.broadcast import broadcast_optimizer_state, broadcast_parameters
+from ..collectives.stale_optimizers import StaleOptimizer, drain_before_broadcast, parameters_of
 from ..core.request import check_average, check_plain
 from ..process import PROCESS
 from ..step_hook import STEP_HOOK
@@ -32,7 +33,7 @@ STATE = "zenps"
 """The entry of a state that the wrapped optimizer does not have."""
 
 
-class DistributedOptimizer(torch.optim.Optimizer, Counting):
+class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
     """Wraps any optimizer. ``step()`` first waits for the averages of all gradients.
 
     Each gradient is pushed as soon as backward has accumulated it, while backward goes on. Sparse gradients
@@ -116,6 +117,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         _warn_of_momentum(optimizer)
         PROCESS.after_joining(self._consistency.reset)
         PROCESS.before_leaving(self.drain)
+        if self._consistency.staleness:
+            drain_before_broadcast(self)
         STEP_HOOK.guard(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -175,15 +178,18 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """With ``sync.consistency = ssp``, applies the averages of all steps that are still in flight.
 
         Call it on all ranks at the same point, before weights are evaluated or saved. :meth:`state_dict`,
-        :meth:`load_state_dict` and :func:`zenps.shutdown` also do so, and :class:`TrainingState` before it
-        makes ranks equal. Gradients are cleared then. Without a staleness it does nothing. Errors are those
-        of :func:`zenps.push_pull`.
+        :func:`zenps.shutdown`, and what makes ranks equal also do so. Gradients are cleared then. Without a
+        staleness it does nothing. Errors are those of :func:`zenps.push_pull`.
 
         Raises:
             UsageError: called between backward and ``step()``.
         """
+        self.end_steps(applies=True)
+
+    def end_steps(self, *, applies: bool) -> None:
         while self._consistency.take_earlier():
-            self._apply()
+            if applies:
+                self._apply()
             # Cleared here: if a loop clears gradients after each step, the next backward would add to these.
             self._inner.zero_grad()
 
@@ -245,8 +251,12 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         return state if self._correction is None else self._correction.complete(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state into the wrapped optimizer, after :meth:`drain`."""
-        self.drain()
+        """Loads the state into the wrapped optimizer.
+
+        With ``sync.consistency = ssp`` all ranks load one, or none: averages in flight are thrown away,
+        because they would change the weights that were loaded before.
+        """
+        self.drain_past_errors(applies=False)
         if self._consistency.is_periodic:  # else ranks count from 0, of which only one may load a state
             self._consistency.step = state_dict.get(STATE, {}).get("step", self._consistency.step)
         self._inner.load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
@@ -319,7 +329,7 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         finally:
             self._consistency.announce = None
 
-    def step_for_others(self, *, is_dropped: bool) -> None:
+    def step_for_others(self, *, is_dropped: bool, pushes_again: bool) -> None:
         """Takes part in a step of the others without gradients of this rank; for :func:`zenps.join`.
 
         Nothing is applied here, because the others may clip, unscale or leave out gradients before they apply
@@ -327,9 +337,9 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """
         self._inner.zero_grad()
         if is_dropped:
-            self._consistency.drop_together()
+            self._consistency.drop_together(pushes_again=pushes_again)
         else:
-            self._consistency.follow()
+            self._consistency.follow(pushes_again=pushes_again)
         self._inner.zero_grad()
 
     def adopt(self, root_rank: int, name: str) -> None:
@@ -340,8 +350,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
             name: of this optimizer, the same on all ranks.
         """
         self.drain()
-        parameters = [each for group in self._inner.param_groups for each in group["params"]]
-        broadcast_parameters(((f"{name}/{index}", each) for index, each in enumerate(parameters)), root_rank)
+        named = ((f"{name}/{index}", each) for index, each in enumerate(parameters_of(self._inner)))
+        broadcast_parameters(named, root_rank)
         broadcast_optimizer_state(self, root_rank)
         if self._is_scaled:
             # Not logged: Python shows it once, and the script may do so already.
@@ -358,7 +368,8 @@ class DistributedOptimizer(torch.optim.Optimizer, Counting):
         """
         if allgather_int(self._consistency.has_run_backward, f"{name}/leftovers"):
             self._inner.zero_grad()
-            if self._consistency.drop_together():
+            # Of those gradients, one rank alone may have computed some again after it has pushed them.
+            if self._consistency.drop_together(pushes_again=True):
                 self._apply()
             self._inner.zero_grad()
 

@@ -115,17 +115,22 @@ class DistributedOptimizer(worker.DistributedOptimizer):
             "hvd.join() after the loop instead"
         )
 
-    def step_for_others(self, *, is_dropped: bool) -> None:
+    def step_for_others(self, *, is_dropped: bool, pushes_again: bool) -> None:
         # The others wait for this rank's gradients in a turn that it has taken already.
         announce, self._consistency.announce = self._consistency.announce, None
         try:
-            super().step_for_others(is_dropped=is_dropped)
+            super().step_for_others(is_dropped=is_dropped, pushes_again=pushes_again)
         finally:
             self._consistency.announce = announce
 
 
-def _announce(name: Prefix, is_dropped: bool) -> Callable[[], None]:
-    """Tells ranks that have joined which optimizer takes or drops a step."""
-    call = Call([STEPS, str(name), is_dropped])
+def _announce(name: Prefix, is_dropped: bool, pushes_again: bool) -> Callable[[], bool]:
+    """Tells ranks that have joined how an optimizer ends its step: as :data:`Announce` does."""
+    call = Call([STEPS, str(name), is_dropped, pushes_again])
     TURNS.take(call)
-    return functools.partial(TURNS.settle, call)
+
+    def settle() -> bool:
+        TURNS.settle(call)
+        return bool(call.what[-1])
+
+    return settle

@@ -40,7 +40,8 @@ class Call:
 
     Attributes:
         what: the operation and its arguments as plain data, the same on all ranks. Ranks that have joined
-            serve it if it begins with :data:`REDUCES` or :data:`STEPS`.
+            serve it if it begins with :data:`REDUCES` or :data:`STEPS`. At the end of a step's is whether
+            this rank pushes gradients again; once it is settled and ranks have joined, whether any does.
         work: runs once all ranks have made this call, and no rank has joined. None if everything is pushed
             already.
         result: what ``work`` has returned.
@@ -61,7 +62,8 @@ class Call:
             if joined:
                 # An interrupted gather cannot be repeated: then the next barrier takes another turn.
                 self.work = None
-                _check_served(_agreed(self.what))
+                self.what = _agreed(self.what)
+                _check_served(self.what)
             elif self.work is not None:
                 self.result = self.work()
         except Exception as error:  # noqa: BLE001
@@ -228,12 +230,12 @@ class Turns:
                     if name in self._zeros:
                         self._zeros.pop(name).wait()
                     self._zeros[name] = Reduction(as_zeros(described), name, average=described[-1])
-            case [kind, str(name), bool(is_dropped)] if kind == STEPS:
+            case [kind, str(name), bool(is_dropped), bool(pushes_again)] if kind == STEPS:
                 if (optimizer := self._optimizer(name)) is None:
                     raise UsageError(
                         "join(): another rank steps an optimizer that this rank has dropped; keep it"
                     )
-                optimizer.step_for_others(is_dropped=is_dropped)
+                optimizer.step_for_others(is_dropped=is_dropped, pushes_again=pushes_again)
 
     def _optimizer(self, called: str) -> worker.DistributedOptimizer | None:
         """Returns the optimizer of this name; None if it was dropped.
@@ -257,13 +259,20 @@ def _agreed(what: list[Any] | None) -> list[Any]:
     calls = worker.allgather_object(what, "horovod/call")
     made = {rank: call for rank, call in enumerate(calls) if call is not None}
     first: list[Any] = next(iter(made.values()))
-    if any(call != first for call in made.values()):
+    if first[0] == STEPS:
+        first = [*first[:-1], any(call[-1] for call in made.values())]
+    if any(_compared(call) != _compared(first) for call in made.values()):
         told = listing((f"rank {rank}: {call!s:.100}" for rank, call in made.items()), separator="; ")
         raise MismatchError(
             f"rank(s) {listing(set(range(len(calls))) - made.keys())} have called join(); expected the "
             f"others to make their calls in the same order, got {told}"
         )
     return first
+
+
+def _compared(call: Sequence[Any]) -> Sequence[Any]:
+    """Returns what must be the same on all ranks."""
+    return call[:-1] if call[0] == STEPS else call
 
 
 def _check_served(what: Sequence[Any]) -> None:

@@ -16,7 +16,7 @@ from zenps.worker.core.pending import Pending
 from zenps.worker.core.request import Request
 from zenps.worker.encode.dense import RootLostError
 from zenps.worker.process import PROCESS
-from zenps.worker.training.join import ENDED
+from zenps.worker.training.join import ENDED, STEPS
 
 
 class ElasticWorld(FakeWorld):
@@ -90,7 +90,7 @@ class LongerWorld(FakeWorld):
 
     def begin(self, request: Request) -> Pending:
         if request.name == "join/next":
-            request.tensor[1:] = 2 if self.pushed["join/next"] < 2 else ENDED
+            request.tensor[1:] = STEPS if self.pushed["join/next"] < 2 else ENDED
         return super().begin(request)
 
 

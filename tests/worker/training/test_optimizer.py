@@ -1239,7 +1239,7 @@ def test_a_step_that_ranks_do_not_drop_together_does_not_count_as_thrown_away(
 ) -> None:
     """Those that take it have not counted it, and would refuse the next push."""
 
-    def disagree(is_dropped: bool) -> NoReturn:
+    def disagree(is_dropped: bool, pushes_again: bool) -> NoReturn:
         raise MismatchError("rank 0 drops a step, rank 1 takes it")
 
     model.loss().backward()
@@ -1254,7 +1254,7 @@ def test_a_step_that_ranks_do_not_drop_together_does_not_count_as_thrown_away(
 def test_a_step_that_ranks_do_not_take_together_leaves_residuals_as_they_are(
     world: FakeWorld, model: Model, optimizer: zps.DistributedOptimizer
 ) -> None:
-    def disagree(is_dropped: bool) -> NoReturn:
+    def disagree(is_dropped: bool, pushes_again: bool) -> NoReturn:
         raise MismatchError("rank 0 takes a step, rank 1 drops it")
 
     before, weights = world.pushed.copy(), state_of(model)

@@ -34,20 +34,20 @@ class Averages:
         self.dense: set[Parameter] = set()
         self.is_dropped = False
         self.error: ZenPSError | None = None
-        self._await_others: Callable[[], object] | None = None
+        self._await_others: Callable[[], bool] | None = None
         """Waits until the other ranks have told how they end this step; None until this rank has."""
 
-    def announce(self, announce: Announce, all_drop: bool) -> None:
+    def announce(self, announce: Announce, all_drop: bool, pushes_again: bool) -> bool:
         """Tells the other ranks how this step ends, and waits until they have told theirs. After Ctrl-C has
-        interrupted this, another call only waits.
+        interrupted this, another call only waits. Returns whether any rank pushes gradients again.
 
         Raises:
             ZenPSError: ranks end it in different ways.
         """
         if self._await_others is None:
             with MASK:
-                self._await_others = announce(all_drop)
-        self._await_others()
+                self._await_others = announce(all_drop, pushes_again)
+        return self._await_others()
 
     def take(self) -> None:
         """Waits for all averages, and makes them the gradients of their parameters.

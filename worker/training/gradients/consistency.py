@@ -10,9 +10,12 @@ from torch.nn import Parameter
 
 from ..hazards import check_needs, needs_of_optimizer
 
-Announce = Callable[[bool], Callable[[], object]]
-"""Tells the other ranks that this one ends a step: True if it drops it. What it returns waits until they have
-told theirs, and raises if these differ; it may be called again."""
+Announce = Callable[[bool, bool], Callable[[], bool]]
+"""Tells the other ranks that this one ends a step: if it drops it, and if it pushes gradients again.
+
+What it returns waits until they have told theirs. It raises if they do not all end the same step in the same
+way, returns whether any of them pushes gradients again, and may be called again.
+"""
 
 
 class Consistency(ABC):
@@ -95,12 +98,21 @@ class Consistency(ABC):
         """
         return False
 
-    def drop_together(self) -> bool:
-        """Ends a step that all ranks drop. Returns as :meth:`drop`."""
+    def drop_together(self, *, pushes_again: bool | None = None) -> bool:
+        """Ends a step that all ranks drop. Returns as :meth:`drop`.
+
+        Args:
+            pushes_again: whether all ranks push again what any of them has computed again; None if this rank
+                only knows of its own gradients.
+        """
         return False
 
-    def follow(self) -> None:
-        """Takes part in a step of the others without gradients of this rank, and applies nothing."""
+    def follow(self, *, pushes_again: bool) -> None:
+        """Takes part in a step of the others without gradients of this rank, and applies nothing.
+
+        Args:
+            pushes_again: whether all ranks push again what any of them has computed again.
+        """
         self.synchronize()
 
     @abstractmethod

@@ -132,8 +132,9 @@ class GradientPushes:
     def push_again(self) -> None:
         """Drops each pushed gradient that backward has changed since on any rank, and pushes it again.
 
-        Only ranks with an outdated gradient call this. If one rank alone does, it waits for the others until
-        the deadline.
+        Inside :func:`zenps.join`, and once a rank has called Horovod's ``join()``, all ranks call this
+        if one of them has an outdated gradient. Elsewhere only those ranks do, and if one rank alone does, it
+        waits for the others until the deadline.
         """
         owners = self._owners
         outdated = torch.tensor([owner in self.outdated for owner in owners], dtype=torch.int64, device="cpu")

@@ -242,31 +242,31 @@ class GradientSynchronizer(Consistency):
         self._pushes.await_gradients()
         return False
 
-    def drop_together(self) -> bool:
-        return self._drop_pushed(all_drop=True)
+    def drop_together(self, *, pushes_again: bool | None = None) -> bool:
+        return self._drop_pushed(all_drop=True, pushes_again=pushes_again)
 
-    def _drop_pushed(self, *, all_drop: bool) -> bool:
+    def _drop_pushed(self, *, all_drop: bool, pushes_again: bool | None = None) -> bool:
         self._pushes.averages.is_dropped = True
-        self._push_step(all_drop)
+        self._push_step(all_drop, pushes_again)
         return self._take_delayed()
 
-    def follow(self) -> None:
-        self._push_step()
+    def follow(self, *, pushes_again: bool) -> None:
+        self._push_step(pushes_again=pushes_again)
         self._take_due()
 
     def _close_step(self) -> None:
         self._advance("ended")
         self._computed.clear()
 
-    def _push_step(self, all_drop: bool = False) -> None:
+    def _push_step(self, all_drop: bool = False, pushes_again: bool | None = None) -> None:
         """Pushes what backward has not pushed, and ends the step. Call :meth:`_take_due` next."""
         self._steps.forget_due()
         self._close_step()
         disagreement: ZenPSError | None = None
         try:
-            disagreement = self._announce(all_drop)
+            disagreement, pushes_again = self._announce(all_drop, pushes_again)
             self._pushes.push_rest(self.has_run_backward)
-            if self._pushes.outdated:
+            if pushes_again:
                 self._pushes.push_again()
         except (ZenPSError, RuntimeError, MemoryError) as raised:
             self._pushes.averages.error = device_error("gradients of this step", raised)
@@ -296,15 +296,16 @@ class GradientSynchronizer(Consistency):
         """As :meth:`_take_due`; returns whether averages of an earlier step are there."""
         return self._take_due() is not None and self.staleness > 0
 
-    def _announce(self, all_drop: bool) -> ZenPSError | None:
-        """Tells the other ranks what this one does; returns why they do not agree. They push all the same."""
-        if self.announce is not None:
-            try:
-                self._pushes.averages.announce(self.announce, all_drop)
-            except ZenPSError as error:
-                self._pushes.averages.is_dropped = True
-                return error
-        return None
+    def _announce(self, all_drop: bool, pushes_again: bool | None) -> tuple[ZenPSError | None, bool]:
+        """Returns why the other ranks do not end this step alike, and whether gradients are pushed again."""
+        pushes_again = bool(self._pushes.outdated) if pushes_again is None else pushes_again
+        try:
+            if self.announce is not None:
+                pushes_again = self._pushes.averages.announce(self.announce, all_drop, pushes_again)
+        except ZenPSError as error:
+            self._pushes.averages.is_dropped = True
+            return error, pushes_again
+        return None, pushes_again
 
     def _take(self, oldest: Averages | None) -> None:
         if self.staleness:  # what backward has just computed is not what is applied
