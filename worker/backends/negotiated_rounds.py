@@ -182,6 +182,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
+            self._take_back(round_)
             raise
         round_.negotiation = negotiation
         self._await(round_, negotiation)
@@ -204,6 +205,9 @@ class NegotiatedRounds(ABC, Generic[R]):
 
     def _publish(self, round_: R) -> None:
         """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
+
+    def _take_back(self, round_: R) -> None:
+        """Takes back what was published of a round, because its negotiation could not begin."""
 
     def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
         with self._news:

@@ -181,8 +181,6 @@ class HostRound(NegotiatedRound, kw_only=True):
     """At the leader: whether each rank of the host throws its gradient away; set with their contributions."""
     pushed: Pending | None = None
     """The leader's round over servers."""
-    allocation: Tensor | None = None
-    """Keeps the contribution in shared memory."""
 
     def drop_contribution(self) -> None:
         """Frees its memory; a slice without elements would keep it until the round ends."""

@@ -26,6 +26,7 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import (
     ConfigError,
+    DeadlineError,
     PeerLostError,
     ProtocolError,
     TensorError,
@@ -86,25 +87,37 @@ class Silent(Channel):
 
 
 class Negotiation:
-    """Sums the tables that two ranks negotiate. Ranks of other hosts say what the first of them does."""
+    """Sums the tables that two ranks negotiate. Ranks of other hosts say what the first of them does.
+
+    Attributes:
+        withheld: ranks that get no answers.
+        answers: those withheld: what the rank waits for, and the sum.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
+        self.withheld: set[int] = set()
+        self.answers: dict[int, tuple[Pending, Tensor]] = {}
         self._ranks = ranks
         self._lock = threading.Lock()
         self._calls: Counter[tuple[int, str]] = Counter()
-        self._said: defaultdict[tuple[str, int], list[tuple[Tensor, Pending]]] = defaultdict(list)
+        self._said: defaultdict[tuple[str, int], dict[int, tuple[Tensor, Pending]]] = defaultdict(dict)
 
     def join(self, rank: int, table: Tensor, pending: Pending) -> None:
         with self._lock:
             self._calls[rank, pending.name] += 1
             said = self._said[pending.name, self._calls[rank, pending.name]]
-            said.append((table, pending))
+            said[rank] = table, pending
             if len(said) == 2:
-                total = said[0][0] + said[1][0]
-                for rank in set(range(len(total))).difference(self._ranks):
-                    total[rank] = total[self._ranks[0]]
-                for _, each in said:
-                    each.complete(total)
+                del self._said[pending.name, self._calls[rank, pending.name]]
+                total = sum(table for table, _ in said.values())
+                assert isinstance(total, Tensor)
+                for other in set(range(len(total))).difference(self._ranks):
+                    total[other] = total[self._ranks[0]]
+                for each, (_, awaited) in said.items():
+                    if each in self.withheld:
+                        self.answers[each] = awaited, total
+                    else:
+                        awaited.complete(total)
 
 
 class Servers(ServerBackend):
@@ -150,9 +163,9 @@ class Host:
                 net.socketpair(net.AF_UNIX, net.SOCK_SEQPACKET), ranks[::-1], self.arenas[::-1], strict=True
             )
         ]
-        negotiation = Negotiation(ranks)
+        self.negotiation = Negotiation(ranks)
         sessions = [
-            self._session(rank, hosts, negotiation, arena)
+            self._session(rank, hosts, self.negotiation, arena)
             for rank, arena in zip(ranks, self.arenas, strict=True)
         ]
         self.leader = Leader(*sessions[0], self.links[:1])
@@ -425,6 +438,36 @@ def test_what_a_follower_has_contributed_stays_when_it_fails(alone: Host, size_b
     gc.collect()
     alone.arenas[1].allocate(size_bytes)[1].zero_()
     assert window.read(0, size_bytes) == contribution
+
+
+def test_a_contribution_stays_until_the_leader_has_answered(alone: Host) -> None:
+    """A negotiation that has failed at the follower alone may succeed at the leader later."""
+    negotiation = alone.negotiation
+    negotiation.withheld = {0, 1}
+    leads, follows = alone.begin()
+    late, total = negotiation.answers.pop(0)
+    negotiation.answers.pop(1)[0].fail(DeadlineError("planted"))
+    assert str(outcome_of(follows)) == "planted"
+    del follows
+    gc.collect()  # the error's frames refer to the round
+    alone.follower.begin(Request(1000 * VALUES, "other", NO_OPTIONS), ())
+    late.complete(total)
+    result = outcome_of(leads)
+    assert isinstance(result, Tensor)
+    assert torch.equal(result, 2 * VALUES)
+
+
+def test_an_answered_contribution_is_freed_although_its_round_has_failed(alone: Host) -> None:
+    negotiation, follower = alone.negotiation, alone.follower
+    negotiation.withheld = {1}
+    leads, follows = alone.begin()
+    negotiation.answers.pop(1)[0].fail(DeadlineError("planted"))
+    outcome_of(follows)
+    outcome_of(leads)
+    negotiation.withheld.clear()
+    for outcome in alone.push():
+        assert isinstance(outcome, Tensor)
+    assert follower._shared == {}
 
 
 def test_a_leader_keeps_only_the_sum_while_servers_add_it(
