@@ -42,6 +42,7 @@ class Follower(HostRounds):
         """By tensor, its latest rounds: the last one that was negotiated, and those that were begun since."""
 
     def _publish(self, round_: HostRound) -> None:
+        super()._publish(round_)
         own, form = round_.contribution, round_.form
         rows, size = len(own.rows), form.size_bytes(len(own.rows))
         offset, memory = self._arena.allocate(max(size, 1))
@@ -52,12 +53,14 @@ class Follower(HostRounds):
         round_.drop_contribution()  # shared memory has a copy now
         with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
             is_dropped = round_.pending.options.is_dropped
-            self._link.send(Give(round_.name, round_.number, rows, offset, size, is_dropped))
+            self._link.send(Give(round_.name, round_.number, round_.step, rows, offset, size, is_dropped))
             self._send_dropped()
 
     def _take_back(self, round_: HostRound) -> None:
+        super()._take_back(round_)
         with self._news:
             self._shared.pop(round_.number, None)
+        self._session.channel.wake()
 
     def _listen(self) -> None:
         while (message := self._link.receive()) is not None:
@@ -101,7 +104,7 @@ class Follower(HostRounds):
     def _finish(self, round_: HostRound, result: Tensor | ZenPSError) -> None:
         # The leader may learn of the negotiation's end first. The tensor stays in flight until it has ended
         # here, too.
-        self._servers.wait(lambda: round_.is_negotiated or self.is_over, math.inf)
+        self._servers.wait(lambda: round_.is_negotiated or not self._is_in_flight(round_), math.inf)
         self._end(round_, result)
 
     def _answered(self, number: int) -> HostRound | None:

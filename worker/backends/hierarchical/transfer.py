@@ -175,6 +175,8 @@ class HostRound(NegotiatedRound, kw_only=True):
     transfer: HostTransfer
     form: Form
     contribution: Payload
+    step: int = -1
+    """How many negotiations of the tensor were before; all ranks count alike."""
     numbers: dict[int, int] = field(default_factory=dict)
     """At the leader: each follower's number of this round, by rank."""
     are_dropped: list[bool] = field(default_factory=list)
