@@ -306,8 +306,9 @@ def test_a_name_whose_handle_was_dropped_is_free_once_its_answer_has_come() -> N
         assert cluster.run(with_a_dropped_handle) == [[1, 1, 1]]
 
 
-def open_files(addresses: list[str]) -> list[list[str]]:
-    """The descriptors that are left after leaving each cluster."""
+def left_over(addresses: list[str]) -> list[list[str]]:
+    """What is left after leaving each cluster, before a collection: descriptors, and threads of gloo."""
+    gc.disable()
     before = set(os.listdir("/proc/self/fd"))
     found = []
     for address in addresses:
@@ -316,7 +317,6 @@ def open_files(addresses: list[str]) -> list[list[str]]:
         zps.push_pull(torch.ones(100_000), "dense")
         zps.push_pull(torch.ones(100, 2).to_sparse(1), "sparse")
         zps.shutdown()
-        gc.collect()
         left = set(os.listdir("/proc/self/fd")) - before
         files = []
         for number in left:
@@ -324,15 +324,28 @@ def open_files(addresses: list[str]) -> list[list[str]]:
                 files.append(os.readlink(f"/proc/self/fd/{number}"))
         # libzmq's: pyzmq keeps one context, from the first frame on that is sent without a copy.
         found.append([file for file in files if "eventfd" not in file and "eventpoll" not in file])
+        for thread in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+                found[-1] += [name for name in [(thread / "comm").read_text()] if "gloo" in name]
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"sync.scheme": "allreduce"}], ids=["servers", "peers"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"sync.scheme": "allreduce"},
+        {"sync.scheme": "auto"},
+        {"sync.consistency": "ds-sync"},
+        {"sync.levels": 2},
+    ],
+    ids=["servers", "peers", "auto", "ds-sync", "hosts"],
+)
 def test_nothing_stays_open_after_shutdown(settings: dict[str, object]) -> None:
     with contextlib.ExitStack() as stack:
         clusters = [stack.enter_context(Cluster(2, 1, settings)) for _ in range(2)]
         addresses = [cluster.address for cluster in clusters]
-        workers = [clusters[0].start(open_files, addresses, rank=rank, init=False) for rank in range(2)]
+        workers = [clusters[0].start(left_over, addresses, rank=rank, init=False) for rank in range(2)]
         for worker in workers:
             assert worker.result() == [[], []]
 

@@ -37,6 +37,9 @@ class LocalGroup(Group):
                 assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
                 tensor.copy_(got)
 
+    def post(self, send: Mapping[int, Tensor]) -> None:
+        self.exchange({rank: [tensor] for rank, tensor in send.items()}, {})
+
     def allreduce(self, tensor: Tensor) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         parts = {rank: tensor.clone() for rank in range(self.size)}

@@ -154,6 +154,10 @@ class NegotiatedRounds(ABC, Generic[R]):
     def _on_negotiated(self, round_: R, entries: Entries) -> None:
         """Called when all ranks agree on the tensor; ``entries`` are theirs."""
 
+    def _on_failed(self, round_: R, error: ZenPSError) -> None:
+        """Called when a negotiation has failed here; it may have a result on other ranks."""
+        self._end(round_, error)
+
     def _begin(self, request: Request, rows: int, round_: R) -> Pending:
         """Begins a round with a negotiation.
 
@@ -182,6 +186,7 @@ class NegotiatedRounds(ABC, Generic[R]):
         except BaseException:  # Ctrl-C too: a name that stays in flight could not be pushed again
             with self._news:
                 self._in_flight.pop(name, None)
+            self._take_back(round_)
             raise
         round_.negotiation = negotiation
         self._await(round_, negotiation)
@@ -205,9 +210,15 @@ class NegotiatedRounds(ABC, Generic[R]):
     def _publish(self, round_: R) -> None:
         """Publishes this rank's contribution before the negotiation, if other ranks of the host need it."""
 
+    def _take_back(self, round_: R) -> None:
+        """Takes back what was published of a round, because its negotiation could not begin."""
+
+    def _is_in_flight(self, round_: R) -> bool:
+        return self._in_flight.get(round_.name) is round_
+
     def _end(self, round_: R, result: Tensor | ZenPSError) -> None:
         with self._news:
-            if self._in_flight.get(round_.name) is not round_:
+            if not self._is_in_flight(round_):
                 return  # it has ended already
             del self._in_flight[round_.name]
         if isinstance(result, ZenPSError):
@@ -223,6 +234,6 @@ class NegotiatedRounds(ABC, Generic[R]):
         try:
             entries = entries_of(round_.negotiation.wait())
         except ZenPSError as error:
-            self._end(round_, error)
+            self._on_failed(round_, error)
         else:
             self._on_negotiated(round_, entries)

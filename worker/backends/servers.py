@@ -49,17 +49,18 @@ class ServerBackend(Backend):
         self._queue = SubmitQueue(session.channel, steps, session.spans)
         self._waiting = Waiting(self._queue, session.timeout_seconds, session.statistics, session.spans)
 
-    def begin(self, request: Request, counted: Counted = "round") -> Pending:
+    def begin(self, request: Request, counted: Counted = "round", step: int | None = None) -> Pending:
         """Begins to reduce a tensor, as :meth:`Backend.begin` says.
 
         Args:
             counted: the part of the round that goes into statistics. "rows": another round contains this one,
                 on which all ranks have agreed. If it cannot begin, it fails on all.
+            step: as for :meth:`Steps.begin`.
         """
         name = request.name
         if self._steps.is_in_flight(name):  # perhaps its answer has come, and no thread has received it
             self.poll(lambda: not self._steps.is_in_flight(name))
-        progress = self._steps.begin(name, self._count_names(request))
+        progress = self._steps.begin(name, self._count_names(request), step)
         transforms: list[Transform] = []
         try:
             request = self._transformed(request, progress.step, transforms)
@@ -84,16 +85,19 @@ class ServerBackend(Backend):
         is_sparsified = sparsification is not None and sparsification.covers(request)
         return request.name if is_sparsified or self._planner.quantizes(request) else None
 
-    def give_up(self, request: Request) -> None:
-        """Gives up the next round of a tensor, on which all ranks have agreed, before it begins here.
+    def give_up(self, request: Request, step: int) -> None:
+        """Gives up a round of a tensor, which other ranks may begin, before it begins here.
 
         Args:
-            request: as for :meth:`begin`; the tensor's values are not read.
+            request, step: as for :meth:`begin`; the tensor's values are not read.
+
+        Raises:
+            UsageError: too many names were used.
         """
-        self._give_up(request, self._steps.begin(request.name, self._count_names(request)))
+        self._give_up(request, self._steps.begin(request.name, self._count_names(request), step))
 
     def _give_up(self, request: Request, progress: Progress) -> None:
-        """Ends a round on which all ranks have agreed: they count its step, and others may have pushed."""
+        """Ends a round whose step all ranks count; others may have pushed."""
         progress.fail()
         for name, step in self._planner.first_rounds(request, progress.step):
             self._session.channel.post(GiveUpAhead(name, step))

@@ -38,8 +38,13 @@ class Steps:
         latest = self._latest.get(name)
         return latest is not None and not latest.ended
 
-    def begin(self, name: str, names: int) -> Progress:
-        """Begins a tensor's next round, which takes ``names`` names; returns its progress.
+    def begin(self, name: str, names: int, step: int | None = None) -> Progress:
+        """Begins a tensor's next round; returns its progress.
+
+        Args:
+            names: how many it takes.
+            step: of the round, above that of the last one, if ranks may have begun different rounds of the
+                tensor. None: one more than that of the last one.
 
         Raises:
             UsageError: the last round has not ended, or too many names were used.
@@ -54,10 +59,10 @@ class Steps:
             else:
                 names = taken
             if previous is None:
-                progress = Progress(0, names=names)
+                progress = Progress(step or 0, names=names)
             else:
                 previous.previous = None
-                step, rows = previous.step + 1, previous.pulled_rows
+                step, rows = previous.step + 1 if step is None else step, previous.pulled_rows
                 progress = Progress(step, names=names, expected_rows=rows, previous=previous)
             self._latest[name] = progress
             if progress.step > self._last_step:

@@ -59,6 +59,8 @@ class Give(Struct, frozen=True, array_like=True, tag="give"):
     name: str
     number: Count
     """The sender's number of this round."""
+    step: Count
+    """How many rounds of the tensor were before it, which all ranks count alike."""
     rows: Count
     """Rows of a sparse tensor."""
     offset: Count

@@ -12,6 +12,7 @@ import math
 import socket as net
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -191,14 +192,21 @@ class Lease:
         self._post(_Leave())
         self._thread.join(CLOSE_SECONDS)
         self._events.close()
+        self.wait_sources.clear()  # as in call_at_end()
 
     def call_at_end(self, fail: Callable[[ZenPSError], None]) -> None:
-        """Calls ``fail`` with the error that ends this worker's membership, at once if it has ended."""
+        """Calls a method, while its object lives, with the error that ends this worker's membership.
+
+        Calls it at once if the membership has ended.
+        """
+        # The object refers to this lease. In a cycle its sockets and threads would live until a collection.
+        living = weakref.WeakMethod(fail)
 
         def on_end(ended: Future[None]) -> None:
             error = ended.exception()
             assert isinstance(error, ZenPSError)
-            fail(error)
+            if (call := living()) is not None:
+                call(error)
 
         self.ended.add_done_callback(on_end)
 

@@ -75,6 +75,17 @@ class Group(ABC):
         """
 
     @abstractmethod
+    def post(self, send: Mapping[int, Tensor]) -> None:
+        """Sends a tensor to each of some ranks before the next :meth:`exchange`, which waits for it, too.
+
+        Args:
+            send: by receiver; nobody may change the tensors any more.
+
+        Raises:
+            GroupError: a rank was lost.
+        """
+
+    @abstractmethod
     def allreduce(self, tensor: Tensor) -> None:
         """Sums over all ranks in place. All get the same bits, but the order of addition is unspecified.
 
@@ -105,6 +116,8 @@ class GlooGroup(Group):
 
     def __init__(self, rank: int, size: int, host: str, allgather: Allgather) -> None:
         self.rank, self.size = rank, size
+        self._posted: list[tuple[int, dist.Work]] = []
+        """Receivers of posted tensors, and the sends."""
         kind: Any = dist.ProcessGroupGloo  # torch's annotations leave some of its attributes out
         options = kind._Options()
         options._timeout = timedelta(seconds=MAX_SECONDS)
@@ -115,7 +128,7 @@ class GlooGroup(Group):
             raise GroupError(-1, f"gloo on {host}: {_first_sentence(error)}") from error
 
     def exchange(self, send: Mapping[int, Sequence[Tensor]], receive: Mapping[int, Sequence[Tensor]]) -> None:
-        works = []
+        works, self._posted = self._posted, []
         for peers, act in ((receive, self._gloo.recv), (send, self._gloo.send)):
             for peer, tensors in peers.items():
                 # If a connection is known to be closed, gloo raises here already.
@@ -127,6 +140,12 @@ class GlooGroup(Group):
                 work.wait()
         self.sent_bytes += _bytes(send)
         self.received_bytes += _bytes(receive)
+
+    def post(self, send: Mapping[int, Tensor]) -> None:
+        for peer, tensor in send.items():
+            with _lost(peer):
+                self._posted.append((peer, self._gloo.send([tensor], peer, 0)))
+            self.sent_bytes += tensor.nbytes
 
     def allreduce(self, tensor: Tensor) -> None:
         with _lost(-1):

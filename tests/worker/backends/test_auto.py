@@ -97,7 +97,7 @@ class Servers(ServerBackend):
         self.told: list[tuple[str, int]] = []
         self._waiting = waiting
 
-    def begin(self, request: Request, counted: Counted = "round") -> Pending:
+    def begin(self, request: Request, counted: Counted = "round", step: int | None = None) -> Pending:
         return self.begun.begin(request)
 
     def residual_name(self, request: Request) -> str | None:

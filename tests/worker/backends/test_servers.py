@@ -167,6 +167,6 @@ def test_one_on_which_ranks_have_agreed_fails_on_all_and_has_its_step(
 
 def test_a_round_that_is_given_up_before_it_begins_has_its_step() -> None:
     backend, request = make_backend("none"), Request(gradient(0, SIZE), "layer")
-    backend.give_up(request)
-    GIVEN_UP.assert_called_once_with(GiveUpAhead("layer", 0))
-    assert backend.begin(request).progress.step == 1
+    backend.give_up(request, 3)
+    GIVEN_UP.assert_called_once_with(GiveUpAhead("layer", 3))
+    assert backend.begin(request).progress.step == 4

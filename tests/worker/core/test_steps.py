@@ -34,6 +34,14 @@ def test_each_tensor_counts_for_itself_and_the_first_at_a_step_begins_it(steps: 
     assert begun.total == 3
 
 
+def test_a_round_may_skip_steps(steps: Steps) -> None:
+    for step in (2, 5):
+        progress = steps.begin("a", 1, step)
+        assert progress.step == step
+        progress.ended = True
+    assert steps.begin("a", 1).step == 6
+
+
 def test_a_round_expects_the_rows_that_were_pulled_in_the_one_before(steps: Steps) -> None:
     first = steps.begin("a", 1)
     assert first.expected_rows == 0

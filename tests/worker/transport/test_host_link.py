@@ -82,7 +82,7 @@ def test_messages_and_memory_go_both_ways(listener: Listener, arena: Arena) -> N
             "ranks may compute for long"
         )
         for sender, receiver, message in (
-            (follower, leader, Give("t", rank, 1, 2, 3, True)),
+            (follower, leader, Give("t", rank, 1, 2, 3, 4, True)),
             (leader, follower, Take(rank, 1, 2, 3)),
             (leader, follower, Failed.by(rank, TensorError("why"))),
             (follower, leader, Taken(rank)),

@@ -50,6 +50,20 @@ def test_tensors_are_swapped_and_counted(groups: list[GlooGroup]) -> None:
     assert [(group.sent_bytes, group.received_bytes) for group in groups] == [(12, 12)] * 2
 
 
+def test_what_is_posted_comes_before_what_is_exchanged(groups: list[GlooGroup]) -> None:
+    first, second = groups
+    for value in (1.0, 2.0):
+        first.post({1: torch.full((3,), value)})
+    received = [torch.zeros(3) for _ in range(3)]
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(first.exchange, {1: [torch.full((3,), 3.0)]}, {})
+        for tensor in received:
+            second.exchange({}, {0: [tensor]})
+        sent.result(DEADLINE_SECONDS)
+    assert [tensor[0].item() for tensor in received] == [1.0, 2.0, 3.0]
+    assert first.sent_bytes == second.received_bytes == 36
+
+
 def test_who_is_gone_is_named_at_each_further_exchange(groups: list[GlooGroup]) -> None:
     mine, other = groups
     other.abort()

@@ -35,17 +35,32 @@ class Follower(HostRounds):
         self._window = link.window
         self._dropped: deque[int] = deque()
         """Numbers of rounds whose sums were dropped here; the leader does not know it yet."""
+        self._shared: dict[int, Tensor] = {}
+        """Contributions that the leader may still read, by number of the round. Its negotiation may succeed
+        although it has failed here, so they may outlive their rounds."""
+        self._numbers: dict[str, list[int]] = {}
+        """By tensor, its latest rounds: the last one that was negotiated, and those that were begun since."""
 
     def _publish(self, round_: HostRound) -> None:
+        super()._publish(round_)
         own, form = round_.contribution, round_.form
         rows, size = len(own.rows), form.size_bytes(len(own.rows))
-        offset, round_.allocation = self._arena.allocate(max(size, 1))
-        form.view(round_.allocation[:size], rows).copy_(own)
+        offset, memory = self._arena.allocate(max(size, 1))
+        form.view(memory[:size], rows).copy_(own)
+        with self._news:
+            self._shared[round_.number] = memory
+            self._numbers.setdefault(round_.name, []).append(round_.number)
         round_.drop_contribution()  # shared memory has a copy now
         with contextlib.suppress(LinkError):  # the negotiation will report a leader that is lost
             is_dropped = round_.pending.options.is_dropped
-            self._link.send(Give(round_.name, round_.number, rows, offset, size, is_dropped))
+            self._link.send(Give(round_.name, round_.number, round_.step, rows, offset, size, is_dropped))
             self._send_dropped()
+
+    def _take_back(self, round_: HostRound) -> None:
+        super()._take_back(round_)
+        with self._news:
+            self._shared.pop(round_.number, None)
+        self._session.channel.wake()
 
     def _listen(self) -> None:
         while (message := self._link.receive()) is not None:
@@ -53,7 +68,8 @@ class Follower(HostRounds):
                 case Take():
                     self._on_take(message)
                 case Failed(number=number):
-                    self._finish(number, message.error())
+                    if (round_ := self._answered(number)) is not None:
+                        self._finish(round_, message.error())
                 case _:
                     raise LinkError(
                         f"rank {self._link.rank} sent {type(message).__name__}, expected take or failed"
@@ -64,7 +80,7 @@ class Follower(HostRounds):
             self.fail(self._session.lease.await_loss(lambda: self.is_over) or broken)
 
     def _on_take(self, take: Take) -> None:
-        round_ = self._round(take.number)
+        round_ = self._answered(take.number)
         if round_ is None:
             self._dropped.append(take.number)
             return
@@ -76,7 +92,7 @@ class Follower(HostRounds):
             result = error
         else:
             result = round_.form.tensor(round_.form.read(memory, take.rows), is_coalesced=True)
-        self._finish(take.number, result)
+        self._finish(round_, result)
 
     def _send_dropped(self) -> None:
         # Not sent at the moment when a sum is dropped: that may be anywhere, even within a send.
@@ -85,21 +101,25 @@ class Follower(HostRounds):
             while self._dropped:
                 self._link.send(Taken(self._dropped.popleft()))
 
-    def _finish(self, number: int, result: Tensor | ZenPSError) -> None:
-        round_ = self._round(number)
-        if round_ is not None:
-            # The leader may learn of the negotiation's end first. The tensor stays in flight until it has
-            # ended here, too.
-            self._servers.wait(lambda: round_.is_negotiated or self.is_over, math.inf)
-            round_.allocation = None
-            self._end(round_, result)
+    def _finish(self, round_: HostRound, result: Tensor | ZenPSError) -> None:
+        # The leader may learn of the negotiation's end first. The tensor stays in flight until it has ended
+        # here, too.
+        self._servers.wait(lambda: round_.is_negotiated or not self._is_in_flight(round_), math.inf)
+        self._end(round_, result)
 
-    def _round(self, number: int) -> HostRound | None:
+    def _answered(self, number: int) -> HostRound | None:
+        """Returns the round that the leader has answered, None if it has failed here; frees its memory."""
         with self._news:
+            self._shared.pop(number, None)
             return next((each for each in self._in_flight.values() if each.number == number), None)
 
     def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
-        """Nothing to do: the leader reduces and sends the result."""
+        """Frees contributions to the tensor's earlier rounds; the leader reduces and sends the result."""
+        with self._news:  # the leader has begun this round, so it has ended the earlier ones
+            for number in self._numbers[round_.name]:
+                if number != round_.number:
+                    self._shared.pop(number, None)
+            self._numbers[round_.name] = [round_.number]
 
     def _on_answer(self, round_: HostRound) -> None:
         raise AssertionError("only a leader begins rounds over servers")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import structs
 from torch import Tensor
 
-from zenps.errors import TensorError, ZenPSError
+from zenps.errors import TensorError, UsageError, ZenPSError
 from zenps.wire.shared_memory.arena import Arena, Window
 from zenps.wire.shared_memory.loans import Loans
 
@@ -65,8 +65,10 @@ class Leader(HostRounds):
         self._adder = Adder(self._kernels, 1 + len(links))
         self._windows = {link.rank: link.window for link in links}
         self._own_window = Window(self._arena.fd)
-        self._given: dict[tuple[int, str], Give] = {}
-        """The latest contribution of each rank to each tensor."""
+        self._given: dict[tuple[int, int], Give] = {}
+        """Contributions to rounds that have not ended, by the rank and its number of the round."""
+        self._refused: dict[tuple[int, str], tuple[int, Failed]] = {}
+        """By rank and tensor, the last step that has failed here before the rank gave its contribution."""
         self._loans = {rank: Loans() for rank in (self._rank, *self._windows)}
         """The sums that each rank still uses, by the rank's number of the round."""
 
@@ -86,8 +88,12 @@ class Leader(HostRounds):
         match message:
             case Give():
                 with self._news:
-                    self._given[link.rank, message.name] = message
-                    self._news.notify_all()
+                    refused = self._refused.get((link.rank, message.name))
+                    if refused is None or message.step > refused[0]:
+                        self._given[link.rank, message.number] = message
+                        self._news.notify_all()
+                        return True
+                self._tell(link, structs.replace(refused[1], number=message.number))
             case Taken(number=number):
                 self._loans[link.rank].drop(number)
             case None:
@@ -105,6 +111,12 @@ class Leader(HostRounds):
         super()._shut_down()
         for link in self._links:
             link.shut_down()
+
+    def _on_failed(self, round_: HostRound, error: ZenPSError) -> None:
+        if not self._is_single_host:
+            with contextlib.suppress(UsageError):  # too many names, on all hosts
+                self._servers.give_up(self._request(round_, round_.form.without_rows()), round_.step)
+        self._refuse(round_, error)
 
     def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
         round_.numbers = {link.rank: entries.numbers[link.rank] for link in self._links}
@@ -126,10 +138,10 @@ class Leader(HostRounds):
         try:
             total = sum_of(self._kept(round_, self._contributions(round_)), round_.form, self._pool)
         except FAILURES:
-            self._servers.give_up(self._request(round_, round_.form.without_rows()))
+            self._servers.give_up(self._request(round_, round_.form.without_rows()), round_.step)
             raise
         round_.drop_contribution()  # only its sum is still needed
-        return self._servers.begin(self._request(round_, total), "rows")
+        return self._servers.begin(self._request(round_, total), "rows", round_.step)
 
     def _request(self, round_: HostRound, tensor: Tensor) -> Request:
         options = structs.replace(
@@ -159,16 +171,11 @@ class Leader(HostRounds):
         return [contribution for contribution, is_dropped in pairs if not is_dropped]
 
     def _contribution_of(self, link: Link, round_: HostRound) -> Payload:
-        key, number = (link.rank, round_.name), round_.numbers[link.rank]
-
-        def has_arrived() -> bool:
-            given = self._given.get(key)
-            return self.is_over or (given is not None and given.number == number)
-
+        key = link.rank, round_.numbers[link.rank]
         with self._news:
-            is_in_time = self._news.wait_for(has_arrived, GIVE_SECONDS)
+            self._news.wait_for(lambda: self.is_over or key in self._given, GIVE_SECONDS)
             given = self._given.pop(key, None)
-        if not is_in_time or given is None:
+        if given is None:
             raise LinkError(
                 f"tensor {round_.name!r}: no contribution from rank {link.rank} within {GIVE_SECONDS:g} s"
             )
@@ -223,8 +230,20 @@ class Leader(HostRounds):
         error = device_error(f"tensor {round_.name!r}", failure)
         if not isinstance(error, LeftError):  # else the scheduler reports it
             for link in self._links:
-                self._tell(link, Failed.by(round_.numbers[link.rank], error))
+                self._refuse_to(link, round_, Failed.by(0, error))
         self._end(round_, error)
+
+    def _refuse_to(self, link: Link, round_: HostRound, failed: Failed) -> None:
+        rank, what = link.rank, (round_.name, round_.step)
+        with self._news:
+            if (number := round_.numbers.get(rank)) is None:  # its negotiation has failed here
+                given = [each for (giver, _), each in self._given.items() if giver == rank]
+                number = next((each.number for each in given if (each.name, each.step) == what), None)
+            if number is None:
+                self._refused[rank, round_.name] = round_.step, failed
+                return
+            self._given.pop((rank, number), None)
+        self._tell(link, structs.replace(failed, number=number))
 
     def _tell(self, link: Link, message: Take | Failed) -> None:
         with contextlib.suppress(LinkError):  # that follower is gone and waits for nothing

@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -48,6 +49,8 @@ class HostRounds(NegotiatedRounds[HostRound]):
     def __init__(self, session: Session, servers: ServerBackend, arena: Arena) -> None:
         super().__init__(session, servers)
         self._arena = arena
+        self._steps: defaultdict[str, int] = defaultdict(int)
+        """By tensor, how many of its negotiations have begun."""
         self._pool = BufferPool(POOL_BYTES)
         config = session.config
         self._kernels = make_kernels(self._pool, config.kernels.backend, kernel_threads(config))
@@ -84,6 +87,13 @@ class HostRounds(NegotiatedRounds[HostRound]):
     @abstractmethod
     def _on_answer(self, round_: HostRound) -> None:
         """Called at the leader when the round over servers has ended."""
+
+    def _publish(self, round_: HostRound) -> None:
+        round_.step = self._steps[round_.name]
+        self._steps[round_.name] += 1
+
+    def _take_back(self, round_: HostRound) -> None:
+        self._steps[round_.name] -= 1
 
     def _shut_down(self) -> None:
         self._arena.close()  # rounds drop what they have shared, which other ranks may read later

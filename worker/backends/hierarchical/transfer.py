@@ -175,14 +175,14 @@ class HostRound(NegotiatedRound, kw_only=True):
     transfer: HostTransfer
     form: Form
     contribution: Payload
+    step: int = -1
+    """How many negotiations of the tensor were before; all ranks count alike."""
     numbers: dict[int, int] = field(default_factory=dict)
     """At the leader: each follower's number of this round, by rank."""
     are_dropped: list[bool] = field(default_factory=list)
     """At the leader: whether each rank of the host throws its gradient away; set with their contributions."""
     pushed: Pending | None = None
     """The leader's round over servers."""
-    allocation: Tensor | None = None
-    """Keeps the contribution in shared memory."""
 
     def drop_contribution(self) -> None:
         """Frees its memory; a slice without elements would keep it until the round ends."""

@@ -32,6 +32,8 @@ from .transfer import LOCAL_ERRORS, PeerRound, PeerTransfer
 # Rounds that rank 0 names in one message at most.
 MAX_AT_ONCE = 32
 _NONE = -1
+# Rank 0's number n of a round that has failed there is sent as this less n.
+_FAILED = -2
 
 
 class PeerExchange(NegotiatedRounds[PeerRound]):
@@ -49,7 +51,9 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         super().__init__(session, servers)
         self._group = group
         self._negotiated: dict[int, PeerRound] = {}
-        """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this."""
+        """Rounds to exchange, by rank 0's number. Only the exchange's thread uses this, and the next one."""
+        self._failed_on_rank_0: set[int] = set()
+        """Rank 0's numbers of rounds that have failed there, and are not negotiated here."""
         thread = threading.Thread(target=self._guarded, args=(self._run,), name="zenps-peers", daemon=True)
         self._threads = [thread]
 
@@ -74,8 +78,25 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         self._group.abort()
 
     def _on_negotiated(self, round_: PeerRound, entries: Entries) -> None:
-        round_.rows = entries.rows
-        self._negotiated[entries.numbers[0]] = round_
+        number, round_.rows = entries.numbers[0], entries.rows
+        self._negotiated[number] = round_
+        if number in self._failed_on_rank_0:
+            self._on_failed_on_rank_0(number)
+
+    def _on_failed(self, round_: PeerRound, error: ZenPSError) -> None:
+        super()._on_failed(round_, error)
+        if self._group.rank == 0 and self._failure is None:
+            # Not awaited: ranks on which it has failed, too, receive this before the next exchange only.
+            self._group.post(dict.fromkeys(self._group.others, _order([_FAILED - round_.number])))
+
+    def _on_failed_on_rank_0(self, number: int) -> None:
+        """Fails a round that has failed on rank 0, and has or may have a result here."""
+        if (round_ := self._negotiated.pop(number, None)) is None:
+            self._failed_on_rank_0.add(number)
+            return
+        self._failed_on_rank_0.discard(number)
+        reason = f"tensor {round_.name!r}: its negotiation has failed on rank 0, but not on this rank"
+        self._end(round_, MismatchError(f"{reason}; see the error there, and push the tensor again"))
 
     # ── the exchange's thread ───────────────────────────────────────────────────────────────────
 
@@ -108,17 +129,21 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
     def _agree(self) -> list[int]:
         """Returns the numbers of the rounds to exchange next, once they are negotiated here too.
 
+        Returns none if rank 0 says that a round has failed there.
+
         Raises:
             MismatchError: rank 0 has the result of a negotiation that has failed here.
         """
-        order = torch.full((MAX_AT_ONCE,), _NONE, dtype=torch.int64, device="cpu")
         if self._group.rank == 0:
             ready = list(self._negotiated)[:MAX_AT_ONCE]
-            order[: len(ready)] = torch.tensor(ready, device="cpu")
-            self._group.exchange({rank: [order] for rank in range(1, self._group.size)}, {})
+            self._group.exchange(dict.fromkeys(self._group.others, (_order(ready),)), {})
             return ready
+        order = _order([])
         self._group.exchange({}, {0: [order]})
         numbers = [number for number in order.tolist() if number != _NONE]
+        if numbers[0] < _NONE:
+            self._on_failed_on_rank_0(_FAILED - numbers[0])
+            return []
         # Rounds below this number have begun here: no negotiation has a result without this rank's entry.
         begun = self._next_number
         while not self._negotiated.keys() >= set(numbers) and self._failure is None:
@@ -157,3 +182,9 @@ class PeerExchange(NegotiatedRounds[PeerRound]):
         progress.pushed_rows = sum(round_.rows)
         progress.pulled_rows = transfer.pulled_rows
         self._end(round_, result)
+
+
+def _order(numbers: Sequence[int]) -> Tensor:
+    """Returns a message of rank 0: its numbers of the rounds to exchange next, or of one that has failed."""
+    padding = [_NONE] * (MAX_AT_ONCE - len(numbers))
+    return torch.tensor([*numbers, *padding], dtype=torch.int64, device="cpu")

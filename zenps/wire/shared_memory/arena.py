@@ -70,21 +70,14 @@ class Arena:
         try:
             os.ftruncate(self.fd, CAPACITY_BYTES)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self._memory = mmap.mmap(self.fd, CAPACITY_BYTES)
+            blocks = self._blocks = _Blocks(self.fd)
         except BaseException:  # Ctrl-C too: the descriptor would stay open
             os.close(self.fd)
             raise
-        self._bytes = np.frombuffer(self._memory, np.uint8)
-        self._base = self._bytes.ctypes.data
-        self._end = 0
-        self._freed: dict[int, deque[int]] = {}
-        """Offsets of blocks whose pages were given back to the system, by size of the block."""
-        self._growing = threading.Lock()
-        self._owner = os.getpid()
         self._keep_bytes = keep_bytes
-        self.pool = BufferPool(keep_bytes, self._allocate)
+        self.pool = BufferPool(keep_bytes, blocks.allocate)
         self._pools = [self.pool]
-        self._unpooled = BufferPool(0, self._allocate)
+        self._unpooled = BufferPool(0, blocks.allocate)
 
     def make_pool(self, prepare: Callable[[NDArray[np.uint8]], NDArray[np.uint8]]) -> BufferPool:
         """Another pool of this memory, closed with the arena.
@@ -92,7 +85,8 @@ class Arena:
         Args:
             prepare: called with each new block, of whole pages; returns what the pool is to keep of it.
         """
-        pool = BufferPool(self._keep_bytes, lambda size: prepare(self._allocate(size)), smallest_bytes=1)
+        allocate = self._blocks.allocate
+        pool = BufferPool(self._keep_bytes, lambda size: prepare(allocate(size)), smallest_bytes=1)
         self._pools.append(pool)
         return pool
 
@@ -103,7 +97,7 @@ class Arena:
             TensorError: the arena is full.
         """
         memory = self.pool.allocate(size_bytes)
-        return memory.data_ptr() - self._base, memory
+        return memory.data_ptr() - self._blocks.base, memory
 
     def copy(self, data: memoryview, *, is_pooled: bool = True) -> memoryview:
         """A copy of ``data``, at least 1 byte, in this arena; if ``is_pooled``, its memory is used again."""
@@ -114,19 +108,48 @@ class Arena:
     def find(self, data: memoryview) -> int | None:
         """The offset of contiguous ``data`` in the file; None if it is not memory of this arena."""
         address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
-        offset = address - self._base
+        offset = address - self._blocks.base
         return offset if 0 <= offset < CAPACITY_BYTES else None
 
     def close(self) -> None:
         """Closes the descriptor. Memory stays as it is while any process maps it. May be called again."""
-        if self._owner:
-            self._owner = 0
+        if self._blocks.owner:
+            self._blocks.owner = 0
             os.close(self.fd)
             # Their unused blocks would keep the mapping, which has a descriptor of its own.
             for pool in self._pools:
                 pool.close()
 
-    def _allocate(self, size: int) -> NDArray[np.uint8]:
+
+class _Blocks:
+    """The mapping of an arena's file, and its blocks.
+
+    Pools refer to this and not to the arena: the arena refers to them, and would outlive its last reference.
+
+    Args:
+        fd: of the file.
+
+    Attributes:
+        base: the address of the mapping.
+        owner: the process that has opened the arena; 0 once it is closed.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._memory = mmap.mmap(fd, CAPACITY_BYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self.base = self._bytes.ctypes.data
+        self.owner = os.getpid()
+        self._end = 0
+        self._freed: dict[int, deque[int]] = {}
+        """Offsets of blocks whose pages were given back to the system, by size of the block."""
+        self._growing = threading.Lock()
+
+    def allocate(self, size: int) -> NDArray[np.uint8]:
+        """A block of whole pages.
+
+        Raises:
+            TensorError: the arena is full.
+        """
         with self._growing:
             if self._freed.get(size):
                 begin = self._freed[size].pop()
@@ -143,7 +166,7 @@ class Arena:
         return block
 
     def _free(self, begin: int, size: int) -> None:
-        if self._owner == os.getpid():  # if this arena was closed or forked, others may still read the block
+        if self.owner == os.getpid():  # if this arena was closed or forked, others may still read the block
             self._memory.madvise(mmap.MADV_REMOVE, begin, size)
             self._freed.setdefault(size, deque()).append(begin)
 

@@ -26,6 +26,7 @@ from zenps.config.settings import Config
 from zenps.config.sources import load
 from zenps.errors import (
     ConfigError,
+    DeadlineError,
     PeerLostError,
     ProtocolError,
     TensorError,
@@ -86,25 +87,37 @@ class Silent(Channel):
 
 
 class Negotiation:
-    """Sums the tables that two ranks negotiate. Ranks of other hosts say what the first of them does."""
+    """Sums the tables that two ranks negotiate. Ranks of other hosts say what the first of them does.
+
+    Attributes:
+        withheld: ranks that get no answers.
+        answers: those withheld: what the rank waits for, and the sum.
+    """
 
     def __init__(self, ranks: Sequence[int]) -> None:
+        self.withheld: set[int] = set()
+        self.answers: dict[int, tuple[Pending, Tensor]] = {}
         self._ranks = ranks
         self._lock = threading.Lock()
         self._calls: Counter[tuple[int, str]] = Counter()
-        self._said: defaultdict[tuple[str, int], list[tuple[Tensor, Pending]]] = defaultdict(list)
+        self._said: defaultdict[tuple[str, int], dict[int, tuple[Tensor, Pending]]] = defaultdict(dict)
 
     def join(self, rank: int, table: Tensor, pending: Pending) -> None:
         with self._lock:
             self._calls[rank, pending.name] += 1
             said = self._said[pending.name, self._calls[rank, pending.name]]
-            said.append((table, pending))
+            said[rank] = table, pending
             if len(said) == 2:
-                total = said[0][0] + said[1][0]
-                for rank in set(range(len(total))).difference(self._ranks):
-                    total[rank] = total[self._ranks[0]]
-                for _, each in said:
-                    each.complete(total)
+                del self._said[pending.name, self._calls[rank, pending.name]]
+                total = sum(table for table, _ in said.values())
+                assert isinstance(total, Tensor)
+                for other in set(range(len(total))).difference(self._ranks):
+                    total[other] = total[self._ranks[0]]
+                for each, (_, awaited) in said.items():
+                    if each in self.withheld:
+                        self.answers[each] = awaited, total
+                    else:
+                        awaited.complete(total)
 
 
 class Servers(ServerBackend):
@@ -114,6 +127,8 @@ class Servers(ServerBackend):
         self.refusal: ZenPSError = UsageError("a sparsifier is wrong")
         self.pushed: list[Request] = []
         self.given_up: list[Request] = []
+        self.steps: list[int | None] = []
+        """Of all rounds that were pushed or given up."""
         self._rank, self._negotiation, self._waiting = rank, negotiation, waiting
 
     def negotiate(self, table: Tensor, name: str, given: str = "") -> Pending:
@@ -121,12 +136,14 @@ class Servers(ServerBackend):
         self._negotiation.join(self._rank, table, pending)
         return pending
 
-    def begin(self, request: Request, counted: Counted = "round") -> Pending:
+    def begin(self, request: Request, counted: Counted = "round", step: int | None = None) -> Pending:
         self.pushed.append(request)
+        self.steps.append(step)
         raise self.refusal
 
-    def give_up(self, request: Request) -> None:
+    def give_up(self, request: Request, step: int) -> None:
         self.given_up.append(request)
+        self.steps.append(step)
 
     def wait(self, ready: Callable[[], bool], until: float) -> None:
         assert until == math.inf
@@ -150,9 +167,9 @@ class Host:
                 net.socketpair(net.AF_UNIX, net.SOCK_SEQPACKET), ranks[::-1], self.arenas[::-1], strict=True
             )
         ]
-        negotiation = Negotiation(ranks)
+        self.negotiation = Negotiation(ranks)
         sessions = [
-            self._session(rank, hosts, negotiation, arena)
+            self._session(rank, hosts, self.negotiation, arena)
             for rank, arena in zip(ranks, self.arenas, strict=True)
         ]
         self.leader = Leader(*sessions[0], self.links[:1])
@@ -207,6 +224,14 @@ def outcome_of(pending: Pending) -> Tensor | ZenPSError:
         return pending.wait()
     except ZenPSError as error:
         return error
+
+
+def fail_negotiation(rank: HostRounds, pending: Pending) -> None:
+    """Fails the negotiation of ``t`` on one rank alone; returns once its round has failed there."""
+    negotiation = rank._in_flight["t"].negotiation
+    assert negotiation is not None
+    negotiation.fail(DeadlineError("planted"))
+    assert str(outcome_of(pending)) == "planted"
 
 
 @pytest.fixture
@@ -302,6 +327,7 @@ def test_a_sum_that_cannot_be_made_fails_its_round_alone_and_on_all_hosts(
     assert beside.push(values)[0] is servers.refusal
     ((given_up, name, options),), ((pushed, *others),) = servers.given_up, servers.pushed
     assert others == [name, options]
+    assert servers.steps == [0, 1]
     assert (given_up.shape, given_up.dtype, given_up.layout) == (pushed.shape, pushed.dtype, pushed.layout)
 
 
@@ -427,6 +453,107 @@ def test_what_a_follower_has_contributed_stays_when_it_fails(alone: Host, size_b
     assert window.read(0, size_bytes) == contribution
 
 
+@pytest.mark.parametrize("failures", [0, 2], ids=["other tensor", "same tensor"])
+def test_a_contribution_stays_until_the_leader_has_answered(alone: Host, failures: int) -> None:
+    """A negotiation that has failed at the follower alone may succeed at the leader later."""
+    negotiation = alone.negotiation
+    negotiation.withheld = {0, 1}
+    leads, follows = alone.begin()
+    late, total = negotiation.answers.pop(0)
+    negotiation.answers.clear()
+    fail_negotiation(alone.follower, follows)
+    for _ in range(failures):
+        fail_negotiation(alone.follower, alone.follower.begin(Request(8 * VALUES, "t", NO_OPTIONS), ()))
+    del follows
+    gc.collect()  # the error's frames refer to the round
+    alone.follower.begin(Request(1000 * VALUES, "other", NO_OPTIONS), ())
+    late.complete(total)
+    result = outcome_of(leads)
+    assert isinstance(result, Tensor)
+    assert torch.equal(result, 2 * VALUES)
+
+
+def test_an_answered_contribution_is_freed_although_its_round_has_failed(alone: Host) -> None:
+    negotiation, follower = alone.negotiation, alone.follower
+    negotiation.withheld = {1}
+    leads, follows = alone.begin()
+    fail_negotiation(follower, follows)
+    outcome_of(leads)
+    negotiation.withheld.clear()
+    for outcome in alone.push():
+        assert isinstance(outcome, Tensor)
+    assert follower._shared == {}
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["given", "late"])
+@pytest.mark.parametrize("fixture", ["alone", "beside"])
+def test_a_negotiation_that_fails_at_the_leader_alone_fails_on_all_its_ranks(
+    fixture: str, is_late: bool, request: pytest.FixtureRequest
+) -> None:
+    """The followers, and other hosts, would wait for a sum. The next round is the same one on all."""
+    host: Host = request.getfixturevalue(fixture)
+    host.negotiation.withheld = {host.leader._rank}
+    leads = host.leader.begin(Request(VALUES, "t", NO_OPTIONS), ())
+    if is_late:
+        fail_negotiation(host.leader, leads)
+    follows = host.follower.begin(Request(VALUES, "t", NO_OPTIONS), ())
+    if not is_late:
+        fail_negotiation(host.leader, leads)
+    assert str(outcome_of(follows)) == "planted"
+    host.negotiation.withheld.clear()
+    servers = host.leader._servers
+    assert isinstance(servers, Servers)
+    assert [(each.name, each.tensor.shape) for each in servers.given_up] == (
+        [("t@hosts", VALUES.shape)] if fixture == "beside" else []
+    )
+    for outcome in host.push():
+        assert isinstance(outcome, Tensor if fixture == "alone" else UsageError)
+    assert servers.steps == ([0, 1] if fixture == "beside" else [])
+    assert not host.leader._given
+    assert not host.follower._shared
+
+
+def test_a_leader_refuses_the_round_that_has_failed_there_only(alone: Host) -> None:
+    """The follower may have begun the next one."""
+    request = Request(VALUES, "t", NO_OPTIONS)
+    fail_negotiation(alone.follower, alone.follower.begin(request, ()))
+    follows = alone.follower.begin(request, ())
+    while len(alone.leader._given) < 2:  # the messages may be on their way
+        time.sleep(0.001)
+    alone.negotiation.withheld = {0}
+    fail_negotiation(alone.leader, alone.leader.begin(request, ()))
+    alone.negotiation.withheld.clear()
+    for pending in (alone.leader.begin(request, ()), follows):
+        assert isinstance(outcome_of(pending), Tensor)
+
+
+def test_a_refusal_of_a_round_that_cannot_begin_holds_nothing_up(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(VALUES, "t", NO_OPTIONS)
+    fail_negotiation(alone.leader, alone.leader.begin(request, ()))
+    servers = alone.follower._servers
+    waits, wait = threading.Event(), servers.wait
+
+    def wait_and_tell(ready: Callable[[], bool], until: float) -> None:
+        if threading.current_thread() is alone.follower._threads[1]:
+            waits.set()
+        wait(ready, until)
+
+    def refuse(*_: object) -> Pending:
+        assert waits.wait(DEADLINE_SECONDS)
+        raise UsageError("too many names")
+
+    monkeypatch.setattr(servers, "wait", wait_and_tell)
+    with monkeypatch.context() as patch:
+        patch.setattr(servers, "negotiate", refuse)
+        with pytest.raises(UsageError, match="too many names"):
+            alone.follower.begin(request, ())
+    assert str(outcome_of(alone.follower.begin(request, ()))) == "planted"
+    for outcome in alone.push():
+        assert isinstance(outcome, Tensor)
+
+
 def test_a_leader_keeps_only_the_sum_while_servers_add_it(
     beside: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,7 +561,7 @@ def test_a_leader_keeps_only_the_sum_while_servers_add_it(
     refuse = servers.begin
     kept: list[torch.UntypedStorage] = []
 
-    def begin(request: Request, counted: Counted = "round") -> Pending:
+    def begin(request: Request, counted: Counted = "round", step: int | None = None) -> Pending:
         kept.extend(each.contribution.values.untyped_storage() for each in beside.leader._in_flight.values())
         return refuse(request, counted)
 

@@ -51,6 +51,7 @@ class Unanswered(Group):
         assert self.aborted.wait(DEADLINE_SECONDS)
         raise GroupError(1, "gone")
 
+    def post(self, send: Mapping[int, Tensor]) -> None: ...
     def allreduce(self, tensor: Tensor) -> None: ...
     def abort(self) -> None:
         self.aborted.set()

@@ -227,6 +227,27 @@ def test_an_agreement_that_fails_on_one_rank_ends_the_job(
             pending.wait()
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["held", "negotiated later"])
+def test_an_agreement_that_fails_on_rank_0_ends_its_round_alone(
+    is_late: bool, hub: Hub, ranks: list[Rank]
+) -> None:
+    hub.withheld = {(0, "late"), (1, "late")} if is_late else {(0, "late")}
+    mine, other = (rank.push("late", 1.0) for rank in ranks)
+    ranks[0].servers.negotiations["late"].fail(DeadlineError("planted"))
+    hub.wake()
+    with pytest.raises(DeadlineError, match="planted"):
+        mine.wait()
+    if is_late:  # rank 1 learns of it when both have agreed on the next
+        assert [pending.wait().item() for pending in [rank.push("next", 1.0) for rank in ranks]] == [2.0] * 2
+        hub.withheld.clear()
+        hub.answer()
+    reason = "tensor 'late': its negotiation has failed on rank 0, but not on this rank"
+    with pytest.raises(MismatchError, match=reason):
+        other.wait()
+    assert [pending.wait().item() for pending in [rank.push("t", 1.0) for rank in ranks]] == [2.0] * 2
+    assert not ranks[1]._failed_on_rank_0
+
+
 def test_tensors_that_differ_end_their_round_alone(ranks: list[Rank]) -> None:
     for pending in [rank.push("differs", *[1.0] * (1 + rank._rank)) for rank in ranks]:
         with pytest.raises(MismatchError, match="ranks disagree"):
