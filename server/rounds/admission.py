@@ -88,17 +88,17 @@ class Admission:
 
     # ── the byte budget ─────────────────────────────────────────────────────────────────────────
 
-    def make_room(self, key: Key, push_bytes: int, *, must: bool) -> bool:
+    def make_room(self, round_: ServerRound, push_bytes: int, *, must: bool) -> bool:
         """Returns whether a round may open. Forgets as many old outcomes as are necessary for that.
 
         Forgets none if the round may not open.
 
         Args:
-            key: of the round.
+            round_: as it is before it opens.
             push_bytes: the size of one push.
             must: True if the round opens although it does not fit, unless rounds are held back.
         """
-        return self._make_room(self._estimate_bytes(key, push_bytes), must=must)
+        return self._make_room(self._estimate_bytes(round_, push_bytes), must=must)
 
     def _make_room(self, size_bytes: int, *, must: bool) -> bool:
         if self.is_held_back:
@@ -112,7 +112,7 @@ class Admission:
 
     def make_room_for_recovery(self, round_: ServerRound, rank: int, push_bytes: int) -> bool:
         """Returns whether a recovery round that ``rank`` pushes may open; forgets old outcomes for that."""
-        size_bytes = self._estimate_bytes(round_.key, push_bytes)
+        size_bytes = self._estimate_bytes(round_, push_bytes)
         is_beyond = self.held_bytes > WITH_ALLOWANCE * self.budget_bytes - size_bytes
         if is_beyond and rank in self._beyond:
             return False
@@ -147,7 +147,7 @@ class Admission:
         So a round counts by the largest push that has come.
         """
         round_.push_bytes = max(round_.push_bytes, push_bytes)
-        size_bytes = self._estimate_bytes(round_.key, push_bytes)
+        size_bytes = self._estimate_bytes(round_, push_bytes)
         if size_bytes > round_.size_bytes:
             self.open_bytes += size_bytes - round_.size_bytes
             round_.size_bytes = size_bytes
@@ -167,12 +167,13 @@ class Admission:
         while self.used_bytes > self.budget_bytes and self._history.evictable > 1:
             self._history.forget_oldest()
 
-    def _estimate_bytes(self, key: Key, push_bytes: int) -> int:
+    def _estimate_bytes(self, round_: ServerRound, push_bytes: int) -> int:
         """The memory of a round if every rank pushes as much, or as any rank in the step before.
 
         The rank that pushes first may have far less than others.
         """
-        return ROUND_BYTES + max(push_bytes, self._history.last_push_bytes(key)) * len(self.ranks)
+        last_bytes = self._history.last_push_bytes(round_.key, round_.chunks)
+        return ROUND_BYTES + max(push_bytes, last_bytes) * len(self.ranks)
 
     # ── refused rounds ──────────────────────────────────────────────────────────────────────────
 

@@ -150,11 +150,13 @@ class History:
                 return forgotten
         return None
 
-    def last_push_bytes(self, key: Key) -> int:
-        """Returns the size of the largest push of the last result of this series; 0 if there is none."""
+    def last_push_bytes(self, key: Key, chunks: int) -> int:
+        """Returns the size of the largest push of the last result of this series; 0 if there is none, or if
+        the tensor had another number of chunks then.
+        """
         slot, _ = _slots(key)
         last = self._round(slot) or self._forgotten.get(slot)
-        return 0 if last is None else last.push_bytes
+        return 0 if last is None or last.chunks != chunks else last.push_bytes
 
     def keep(self, round_: ServerRound) -> None:
         """Keeps the outcome of a round that has ended: a result in place of all outcomes of earlier steps, a
@@ -185,7 +187,9 @@ class History:
         self._drop(round_, "over the budget")
         if len(self._forgotten) == MAX_FORGOTTEN:
             self._unmark_forgotten(next(iter(self._forgotten)))
-        self._forgotten[_slot(round_)] = Forgotten(round_.key.step, round_.excluded, round_.push_bytes)
+        self._forgotten[_slot(round_)] = Forgotten(
+            round_.key.step, round_.excluded, round_.push_bytes, round_.chunks
+        )
         self.size_bytes += _size_bytes(round_.excluded)
 
     def _round(self, slot: Slot) -> ServerRound | None:

@@ -165,6 +165,8 @@ class Forgotten(Struct):
     """The lost ranks whose values are not in the outcome."""
     push_bytes: int = 0
     """The size of the largest push that it is made of."""
+    chunks: int = 0
+    """Of the tensor on this server."""
     wait_seconds: float = REOPENED_SECONDS
     """How long the round waits for the next push, or fragment of one; twice as long each time it was in
     vain."""
@@ -203,6 +205,8 @@ class ServerRound(Struct, eq=False):
     """The lost ranks whose values are not in the outcome."""
     push_bytes: int = 0
     """The size of the largest push that has come."""
+    chunks: int = 0
+    """Of the tensor on this server, as the push says that came first."""
     size_bytes: int = 0
     """The bytes that count against the budget: those reserved while the round is open, then its outcome."""
     outcome: Outcome | None = None

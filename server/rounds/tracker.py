@@ -195,14 +195,14 @@ class ServerRounds:
         under a new ring, and rounds whose outcome was forgotten although this rank lacks its reply. A
         round also opens if no open round has a push: open rounds without any push may have been given up.
         """
-        round_ = self._admission.refused(key) or ServerRound(key)
+        round_ = self._admission.refused(key) or ServerRound(key, chunks=held.push.chunks)
         round_.forgotten = self._history.forgotten(key)
         round_.is_recovery |= round_.is_reopened or held.push.again
         round_.excluded = frozenset() if round_.forgotten is None else round_.forgotten.excluded
         if round_.is_recovery:
             fits = self._admission.make_room_for_recovery(round_, held.push.rank, held.whole_bytes)
         else:
-            fits = self._admission.make_room(key, held.whole_bytes, must=not self._has_pushes())
+            fits = self._admission.make_room(round_, held.whole_bytes, must=not self._has_pushes())
         if not fits:
             given_up = set() if round_.is_recovery else self._history.passed(key, self._peers)
             if given_up:
@@ -226,7 +226,7 @@ class ServerRounds:
         while (round_ := self._admission.first_refused_recovery()) is not None:
             actions += self._offer(round_, now)
         while (round_ := self._admission.first_refused()) is not None:
-            if not self._admission.make_room(round_.key, round_.most_refused_bytes, must=not self._open):
+            if not self._admission.make_room(round_, round_.most_refused_bytes, must=not self._open):
                 waits = all(open_.held and open_.state == "open" for open_ in self._open.values())
                 beyond = self._admission.refused_by_all() if waits else None
                 return actions if beyond is None else actions + self._offer(beyond, now)

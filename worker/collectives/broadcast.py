@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch import Tensor
 
-from zenps.errors import MismatchError, PeerLostError, TensorError, UsageError, listing
+from zenps.errors import MismatchError, PeerLostError, TensorError, UsageError, ZenPSError, listing
 
 from ..core.pending import Pending
 from ..core.request import Options, Request
@@ -23,8 +23,8 @@ from ..process import PROCESS
 from .allgather import allgather_int
 from .loading import load_uncast
 from .plain_data import as_tensor, check_size, pack_object, pack_reason, unpack_object
-from .raw_bytes import DTYPES, as_bytes, check_strided, from_bytes
-from .stale_optimizers import StaleOptimizer, drain_owners, parameters_of
+from .raw_bytes import DTYPES, as_bytes, check_strided, expanded_dimensions, from_bytes
+from .stale_optimizers import StaleOptimizer, drain_owners, parameters_of, raise_any
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -47,15 +47,15 @@ def broadcast_parameters(parameters: Named, root_rank: int = 0) -> None:
 
     Raises:
         TensorError: a value is not a strided tensor, such as a module's extra state, or cannot be written.
-        UsageError: there is no such rank, two tensors have the same name, or tensors have no names.
+        UsageError: there is no such rank, two tensors have the same name, tensors have no names, or with
+            ``ssp`` a rank calls it between backward and ``step()``.
         MismatchError: names, shapes or dtypes differ between ranks, or ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
     where = "broadcast_parameters"
     items = parameters.items() if isinstance(parameters, Mapping) else parameters
     named = by_name(named_pairs(items, where, "model.state_dict()"), where)
-    drain_owners(named.values())
-    check_alike(named, root_rank)
+    check_alike(named, root_rank, drain_owners(named.values()))
     with naming_root("parameters", root_rank):
         _overwrite(named, root_rank)
 
@@ -128,52 +128,44 @@ def by_name(pairs: Iterable[tuple[str, Tensor]], where: str) -> dict[str, Tensor
     return named
 
 
-def check_alike(named: Mapping[str, Tensor], root_rank: int) -> None:
+def check_alike(named: Mapping[str, Tensor], root_rank: int, refused: ZenPSError | None = None) -> None:
     """Checks that all ranks have tensors of the same names, shapes and dtypes, which can be written.
+
+    Why this rank cannot take part, ``refused``, is raised once the other ranks know.
 
     Raises:
         MismatchError, TensorError, UsageError, PeerLostError: as :func:`broadcast_parameters`.
     """
-    own, refused = {}, None
+    own = {}
     for name, tensor in named.items():
         try:
             _check(tensor, f"broadcast/{name}")
             own[name] = _describe(tensor)
-        except TensorError as error:  # raised below, once the other ranks know
+        except TensorError as error:
             own[name], refused = "not a tensor that can be broadcast", refused or error
     roots: dict[str, str] = broadcast_object(own, root_rank, "parameters")
     differing = [name for name in own.keys() | roots.keys() if own.get(name) != roots.get(name)]
     others = allgather_int(len(differing) + (refused is not None), "broadcast/parameters/differing")
-    if refused is not None:
-        raise refused
+    raise_any(refused)
     if others:
-        here = ""
-        if differing:
-            name = min(differing)
-            here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
-        unlike = listing(rank for rank in others if rank != root_rank)  # the root, if its tensors are refused
-        raise MismatchError(
-            f"rank(s) {unlike} have other parameters than rank {root_rank}{here}; give all ranks the same "
-            "names, shapes and dtypes"
-        )
+        name = min(differing, default="")
+        here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
+        unlike = [rank for rank in others if rank != root_rank] or [root_rank]  # it alone may be refused
+        found = f"{listing(unlike)} have other parameters than rank {root_rank}{here if differing else ''}"
+        raise MismatchError(f"rank(s) {found}; see errors there, and use the same names, shapes and dtypes")
 
 
 def _describe(tensor: Tensor) -> str:
     """Returns the description that must be equal on all ranks."""
-    expanded = _expanded_dimensions(tensor)
+    expanded = expanded_dimensions(tensor)
     memory = f" expanded in dimension(s) {listing(expanded)}" if expanded else ""
     return f"{tensor.dtype} {tuple(tensor.shape)}{memory}"
-
-
-def _expanded_dimensions(tensor: Tensor) -> list[int]:
-    """Returns the dimensions whose elements share one place in memory, as ``Tensor.expand`` makes them."""
-    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]
 
 
 def _overwrite(named: Mapping[str, Tensor], root_rank: int) -> None:
     pending = []
     for name, tensor in named.items():
-        for dim in _expanded_dimensions(tensor):
+        for dim in expanded_dimensions(tensor):
             tensor = tensor.select(dim, 0).unsqueeze(dim)  # the memory itself, which can be written
         pending.append((tensor, _begin(tensor, f"broadcast/{name}", root_rank)))
     lost: RootLostError | None = None
@@ -274,14 +266,22 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         root_rank: the rank whose state all ranks get.
 
     Raises:
-        UsageError: there is no such rank, or the root's state holds a value that is neither a tensor nor
-            plain data.
+        UsageError: there is no such rank, the root's state holds a value that is neither a tensor nor plain
+            data, or with ``ssp`` a rank calls it between backward and ``step()``.
         MismatchError: ranks name different roots.
         DeadlineError, PeerLostError: as :func:`zenps.push_pull`.
     """
-    drain_owners(parameters_of(optimizer))
-    # Also on the root: an optimizer or its hooks may change a state that they load.
-    load_uncast(optimizer, broadcast_state(optimizer.state_dict, root_rank, "optimizer"))
+    refused = drain_owners(parameters_of(optimizer))
+
+    def state() -> dict[str, Any]:
+        raise_any(refused)
+        return optimizer.state_dict()
+
+    made = broadcast_state(state, root_rank, "optimizer")
+    raise_any(refused)
+    load_uncast(
+        optimizer, made
+    )  # also on the root: an optimizer or its hooks may change a state that they load
     if isinstance(optimizer, StaleOptimizer):
         optimizer.reset_counts()
 

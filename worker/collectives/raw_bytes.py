@@ -88,3 +88,8 @@ def from_bytes(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor
     if not math.prod(shape):
         return data.new_empty(shape, dtype=dtype)
     return data.reshape(-1).view(dtype).view(torch.Size(shape))
+
+
+def expanded_dimensions(tensor: Tensor) -> list[int]:
+    """Returns the dimensions whose elements share one place in memory, as ``Tensor.expand`` makes them."""
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]

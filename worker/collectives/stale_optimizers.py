@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from zenps.errors import DeadlineError, MismatchError, TensorError
+from zenps.errors import PeerLostError, TensorError, UsageError, ZenPSError
 
 from .raw_bytes import check_strided
 
@@ -37,7 +37,9 @@ class StaleOptimizer:
         while True:
             try:
                 return self.end_steps(applies=applies)
-            except (DeadlineError, MismatchError, TensorError) as error:  # the step is in flight no longer
+            except (PeerLostError, UsageError):
+                raise
+            except ZenPSError as error:  # the step is in flight no longer
                 logger.warning("averages of an earlier step were lost: %s", error)
 
     def end_steps(self, *, applies: bool) -> None:
@@ -57,23 +59,36 @@ def drain_before_broadcast(optimizer: StaleOptimizer) -> None:
     _living[next(_numbers)] = optimizer
 
 
-def drain_owners(tensors: Iterable[object]) -> None:
+def drain_owners(tensors: Iterable[object]) -> UsageError | None:
     """Drains the optimizers that have any of these tensors as a parameter, past errors. It takes no round.
 
     All ranks call it at the same point, before they are made equal. Other optimizers keep what is in flight,
     so that buffers may be broadcast in each step.
+
+    Returns:
+        why an optimizer cannot be drained, to be raised once the other ranks do not wait for this one; None
+        if all are.
     """
-    if not _living:
-        return
-    overwritten = _storages(tensors)
+    refused: UsageError | None = None
+    overwritten = _storages(tensors) if _living else set()
     for _, optimizer in sorted(_living.items()):
         if not overwritten.isdisjoint(_storages(parameters_of(optimizer))):
-            optimizer.drain_past_errors()
+            try:
+                optimizer.drain_past_errors()
+            except UsageError as error:  # between backward and step
+                refused = error
+    return refused
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | StaleOptimizer) -> list[Tensor]:
     """Returns the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def raise_any(refused: ZenPSError | None) -> None:
+    """Raises an error that was kept back until the other ranks did not wait for this one."""
+    if refused is not None:
+        raise refused
 
 
 def _storages(tensors: Iterable[object]) -> set[int]:

@@ -349,7 +349,7 @@ class DistributedOptimizer(torch.optim.Optimizer, StaleOptimizer):
             root_rank: a rank that has taken all steps.
             name: of this optimizer, the same on all ranks.
         """
-        self.drain()
+        self.drain_past_errors()
         named = ((f"{name}/{index}", each) for index, each in enumerate(parameters_of(self._inner)))
         broadcast_parameters(named, root_rank)
         broadcast_optimizer_state(self, root_rank)

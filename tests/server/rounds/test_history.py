@@ -175,17 +175,18 @@ def test_a_forgotten_result_is_known_until_the_next_result() -> None:
 def test_the_largest_push_is_that_of_the_last_result_even_if_it_is_forgotten() -> None:
     past = History()
     first, failed, last = (Key("a", step, 0) for step in range(3))
-    assert past.last_push_bytes(first) == 0
+    assert past.last_push_bytes(first, 0) == 0
     past.keep(ended(first, push_bytes=300))
     past.keep(failure_of(failed))
-    assert past.last_push_bytes(last) == 300
+    assert past.last_push_bytes(last, 0) == 300
     past.forget_oldest()
-    assert past.last_push_bytes(last) == 300
-    assert past.last_push_bytes(Key("a", 2, 1)) == past.last_push_bytes(Key("b", 2, 0)) == 0
+    assert past.last_push_bytes(last, 0) == 300
+    assert past.last_push_bytes(Key("a", 2, 1), 0) == past.last_push_bytes(Key("b", 2, 0), 0) == 0
+    assert past.last_push_bytes(last, 10) == 0, "with more chunks, each of them has less"
     past.keep(ended(last, push_bytes=20))
-    assert past.last_push_bytes(Key("a", 3, 0)) == 20
+    assert past.last_push_bytes(Key("a", 3, 0), 0) == 20
     past.clear()
-    assert past.last_push_bytes(Key("a", 3, 0)) == 0
+    assert past.last_push_bytes(Key("a", 3, 0), 0) == 0
 
 
 def test_nothing_is_known_under_a_new_ring() -> None:

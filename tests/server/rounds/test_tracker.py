@@ -925,6 +925,16 @@ def test_a_round_counts_from_the_first_push_on_by_the_largest_of_the_step_before
     assert [push(0, 3, chunk, 100) for chunk in range(10)] == [[]] * 10
 
 
+def test_a_round_counts_by_its_own_push_where_the_tensor_has_more_chunks_than_in_the_step_before() -> None:
+    rounds = make_rounds(2, 30_000)
+    whole = Key("a", 0, 0)
+    rounds.on_push(make_held(0, whole, 100, chunks=1), 0.0)
+    rounds.on_push(make_held(1, whole, 20_000, chunks=1), 0.0)
+    finish(rounds, whole, FixedOutcome(whole))
+    pushes = [make_held(0, Key("a", 1, chunk), 100, chunks=10) for chunk in range(10)]
+    assert [rounds.on_push(held, 0.0) for held in pushes] == [[]] * 10
+
+
 def test_a_round_opens_alone_however_large_it_was_in_the_step_before() -> None:
     rounds = make_rounds(2, 10_000)
     push_all(rounds, KEY, [0, 1], 8000)

@@ -114,12 +114,16 @@ class Follower(HostRounds):
             return next((each for each in self._in_flight.values() if each.number == number), None)
 
     def _on_negotiated(self, round_: HostRound, entries: Entries) -> None:
-        """Frees contributions to the tensor's earlier rounds; the leader reduces and sends the result."""
+        """Frees contributions to the tensor's earlier rounds; the leader reduces and sends the result.
+
+        This round may have ended already, and the next one may have begun.
+        """
         with self._news:  # the leader has begun this round, so it has ended the earlier ones
-            for number in self._numbers[round_.name]:
-                if number != round_.number:
+            numbers = self._numbers[round_.name]
+            for number in numbers:
+                if number < round_.number:
                     self._shared.pop(number, None)
-            self._numbers[round_.name] = [round_.number]
+            self._numbers[round_.name] = [number for number in numbers if number >= round_.number]
 
     def _on_answer(self, round_: HostRound) -> None:
         raise AssertionError("only a leader begins rounds over servers")

@@ -238,7 +238,8 @@ class Leader(HostRounds):
         with self._news:
             if (number := round_.numbers.get(rank)) is None:  # its negotiation has failed here
                 given = [each for (giver, _), each in self._given.items() if giver == rank]
-                number = next((each.number for each in given if (each.name, each.step) == what), None)
+                # The greatest: the rank has taken earlier ones back, whose negotiation could not begin.
+                number = max((each.number for each in given if (each.name, each.step) == what), default=None)
             if number is None:
                 self._refused[rank, round_.name] = round_.step, failed
                 return

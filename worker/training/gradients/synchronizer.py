@@ -304,7 +304,7 @@ class GradientSynchronizer(Consistency):
                 pushes_again = self._pushes.averages.announce(self.announce, all_drop, pushes_again)
         except ZenPSError as error:
             self._pushes.averages.is_dropped = True
-            return error, pushes_again
+            return error, False
         return None, pushes_again
 
     def _take(self, oldest: Averages | None) -> None:

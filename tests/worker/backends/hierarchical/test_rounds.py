@@ -43,6 +43,7 @@ from zenps.worker.backends.hierarchical import leader
 from zenps.worker.backends.hierarchical.follower import Follower
 from zenps.worker.backends.hierarchical.leader import Leader
 from zenps.worker.backends.hierarchical.rounds import HostRounds
+from zenps.worker.backends.hierarchical.transfer import HostRound
 from zenps.worker.backends.servers import CONTROL, ServerBackend
 from zenps.worker.core.pending import LeftError, Pending
 from zenps.worker.core.request import Options, Request
@@ -483,6 +484,32 @@ def test_an_answered_contribution_is_freed_although_its_round_has_failed(alone: 
     for outcome in alone.push():
         assert isinstance(outcome, Tensor)
     assert follower._shared == {}
+
+
+def test_a_negotiation_that_is_processed_late_leaves_the_next_contribution(
+    alone: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader's answer may end a round before the follower's thread has processed its negotiation."""
+    follower, process = alone.follower, alone.follower._process_negotiation
+    goes_on, is_processed = threading.Event(), threading.Event()
+
+    def process_late(round_: HostRound) -> None:
+        assert goes_on.wait(DEADLINE_SECONDS)
+        process(round_)
+        is_processed.set()
+
+    monkeypatch.setattr(follower, "_process_negotiation", process_late)
+    for outcome in alone.push():
+        assert isinstance(outcome, Tensor)
+    follows = follower.begin(Request(8 * VALUES, "t", NO_OPTIONS), ())
+    goes_on.set()
+    assert is_processed.wait(DEADLINE_SECONDS)
+    follower.begin(Request(1000 * VALUES, "other", NO_OPTIONS), ())
+    leads = alone.leader.begin(Request(VALUES, "t", NO_OPTIONS), ())
+    for pending in (leads, follows):
+        result = outcome_of(pending)
+        assert isinstance(result, Tensor)
+        assert torch.equal(result, 9 * VALUES)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["given", "late"])
