@@ -515,6 +515,8 @@ def disagree_once() -> list[Any]:
             if (step, zps.rank()) == (2, 1):
                 outcomes.append(attempt(optimizer.zero_grad))
             else:
+                if (step, zps.rank()) == (2, 0):  # its gradients would be pushed again
+                    loss_of(model, step, 0).backward()
                 outcomes.append(attempt(optimizer.step))
             optimizer.zero_grad()
     return [*outcomes, state_of(model)]

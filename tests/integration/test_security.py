@@ -460,7 +460,10 @@ def test_nodes_without_the_right_keys_are_told(keys: Path, tmp_path: Path) -> No
     """The errors are not those of a deadline: nobody waits for it."""
     generate(tmp_path / "other", workers=1, servers=1)
     other = tmp_path / "other" / LIST_NAME  # of another job, but with our scheduler's key
-    theirs, ours = (file.read_text().splitlines()[2] for file in (other, keys / LIST_NAME))
+    theirs, ours = (
+        next(line for line in file.read_text().splitlines() if line.startswith("scheduler "))
+        for file in (other, keys / LIST_NAME)
+    )
     other.write_text(other.read_text().replace(theirs, ours))
     doctored = tmp_path / "keys.toml"  # worker 1's copy of the list, in which it is worker 0
     text = (keys / LIST_NAME).read_text().replace("worker-0", "worker-9").replace("worker-1", "worker-0")

@@ -477,6 +477,34 @@ def test_broadcasts_of_weights_and_state_make_ranks_equal_again(
     assert_bits([after for _, _, after in results])
 
 
+def broadcast_with_leftovers_on_one_rank() -> list[Any]:
+    model = make_model()
+    (optimizer,) = wrap(model, "momentum")
+    train_on(model, optimizer, range(3))
+    if zps.rank() == 0:
+        loss_of(model, 3, 0).backward()
+    outcomes = [
+        attempt(lambda: zps.broadcast_parameters(model.state_dict())),
+        attempt(zps.broadcast_optimizer_state, optimizer),
+    ]
+    if zps.rank() == 1:
+        loss_of(model, 3, 1).backward()
+    attempt(optimizer.step)
+    zps.broadcast_optimizer_state(optimizer)
+    return outcomes
+
+
+def test_a_rank_that_cannot_drain_keeps_no_other_from_its_broadcast() -> None:
+    with Cluster(2, settings=settings(1, **{"cluster.deadline_seconds": 20})) as cluster:
+        first, second = cluster.run(broadcast_with_leftovers_on_one_rank)
+    assert [error.kind for error in first] == ["UsageError"] * 2
+    assert all("not between backward and step" in error.text for error in first)
+    assert second[0].kind == "MismatchError"
+    assert "see errors there" in second[0].text
+    assert second[1].kind == "UsageError"
+    assert "rank 0 had nothing to broadcast" in second[1].text
+
+
 def train_and_broadcast_buffers() -> tuple[State, State]:
     model, buffer = make_model(), torch.zeros(3)
     (optimizer,) = wrap(model, "sgd")
