@@ -151,8 +151,9 @@ def check_alike(named: Mapping[str, Tensor], root_rank: int, refused: ZenPSError
         name = min(differing, default="")
         here = f"; {name!r} is {roots.get(name, 'missing')} there and {own.get(name, 'missing')} here"
         unlike = [rank for rank in others if rank != root_rank] or [root_rank]  # it alone may be refused
-        found = f"{listing(unlike)} have other parameters than rank {root_rank}{here if differing else ''}"
-        raise MismatchError(f"rank(s) {found}; see errors there, and use the same names, shapes and dtypes")
+        found = f"rank(s) {listing(unlike)} have other parameters than rank {root_rank}"
+        advice = "see errors there, or give all ranks the same names, shapes and dtypes"
+        raise MismatchError(f"{found}{here if differing else ''}; {advice}")
 
 
 def _describe(tensor: Tensor) -> str:
