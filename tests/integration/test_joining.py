@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,12 @@ def join() -> Any:
     return attempt(zps.init)
 
 
+def join_as_spawned() -> Any:
+    """As in a process that spawn has started: it imports the script under another name."""
+    sys.modules["__main__"].__name__ = "__mp_main__"
+    return join()
+
+
 def test_ranks_are_those_of_the_environment() -> None:
     with Cluster(workers=3, servers=1) as cluster:
         workers = {
@@ -41,10 +48,9 @@ def test_ranks_are_given_where_nobody_asks_and_a_late_worker_is_refused(tmp_path
     with Cluster(workers=2, servers=1) as cluster:
         workers = [cluster.start(hold_and_identify, tmp_path / "go") for _ in range(2)]
         cluster.await_state("running")
-        late = cluster.start(join, init=False).result()
+        late = cluster.start(join_as_spawned, init=False).result()
         assert late.kind == "UsageError"
         assert "complete with 2 worker(s)" in late.text
-        # As these workers are, a DataLoader's are spawned, too: they run the script again.
         assert "put zps.init() under `if __name__ == '__main__':`" in late.text
         (tmp_path / "go").touch()
         results = sorted(worker.result() for worker in workers)

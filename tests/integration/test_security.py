@@ -480,7 +480,8 @@ def test_nodes_without_the_right_keys_are_told(keys: Path, tmp_path: Path) -> No
     assert "expected a list, as the scheduler at" in plain.text
     assert "expected a key that the scheduler at" in stranger.text
     reason = "this node registers as worker-0, but its key is that of worker-1"
-    assert liar == Raised("UsageError", reason)
+    assert liar.kind == "UsageError"
+    assert liar.text.startswith(reason)
 
 
 def test_worker_that_a_server_refuses_does_not_hang(keys: Path, tmp_path: Path) -> None:
