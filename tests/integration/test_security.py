@@ -21,7 +21,7 @@ import zmq
 
 import zenps as zps
 from tests.dealer import connect_dealer
-from tests.integration.cluster import Cluster, Process, Raised, attempt, await_file
+from tests.integration.cluster import Cluster, Process, attempt, await_file
 from tests.integration.scraping import Samples, await_samples, parse, scrape
 from tests.ports import free_port
 from zenps.cli.status import fetch
